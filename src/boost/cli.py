@@ -1,0 +1,181 @@
+"""The `boost` command: one function per command, each a few lines. Heavy imports happen inside them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from boost import __version__
+from boost.errors import ENVIRONMENT, USER, BoostError, UserError
+
+app = typer.Typer(
+    name="boost",
+    help="Pre-train low-rank-bottleneck language models with bottleneck-aware tensor parallelism.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+data_app = typer.Typer(help="Tokenised datasets and tokenizers.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...", show_default=False)]
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],
+    overrides: Overrides = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show the resolved configuration and stop.")] = False,
+) -> None:
+    """Train. The same command resumes from the newest complete checkpoint in run.dir."""
+    from boost.config import TrainConfig
+
+    resolved = TrainConfig.load(config, overrides or [])
+    if print_config:
+        typer.echo(resolved.to_yaml(), nl=False)
+        return
+    from boost.launch import train as run
+
+    run(resolved)
+
+
+@data_app.command("prepare")
+def data_prepare(
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSONL or Parquet files, compressed or not; folders; hf:NAME.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, a folder holding one, or a shipped tokenizer's name.")],
+    text_field: Annotated[str, typer.Option(help="The field that holds a document's text.")] = "text",
+    validation_last: Annotated[int, typer.Option(help="Hold out this many documents at the end.")] = 0,
+    validation_fraction: Annotated[float, typer.Option(help="Hold out this fraction, chosen by each text's hash.")] = 0.0,
+    bos: Annotated[bool, typer.Option("--bos", help="Begin each document with the tokenizer's begin token.")] = False,
+    eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End each document with the tokenizer's end token.")] = True,
+    on_error: Annotated[str, typer.Option(help="What a bad document does: stop, or skip with a count.")] = "stop",
+) -> None:
+    """Tokenise text into a dataset that training reads by memory map."""
+    from boost.data.prepare import prepare
+
+    if on_error not in ("stop", "skip"):
+        raise UserError("--on-error", "is not allowed", expected="stop or skip", got=on_error)
+    typer.echo(
+        prepare(
+            inputs,
+            out,
+            tokenizer,
+            text_field=text_field,
+            validation_last=validation_last,
+            validation_fraction=validation_fraction,
+            bos=bos,
+            eos=eos,
+            on_error=on_error,
+        )
+    )
+
+
+@data_app.command("train-tokenizer")
+def data_train_tokenizer(
+    inputs: Annotated[list[str], typer.Argument(help="As for `boost data prepare`.")],
+    vocab_size: Annotated[int, typer.Option(help="Number of tokens, special ones included.")],
+    out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
+    text_field: Annotated[str, typer.Option(help="The field that holds a document's text.")] = "text",
+) -> None:
+    """Train a byte-level BPE tokenizer."""
+    from boost.data.train_tokenizer import train_tokenizer
+
+    typer.echo(train_tokenizer(inputs, vocab_size, out, text_field=text_field))
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a run directory.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 50,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the smallest set with this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
+) -> None:
+    """Sample text from a trained model, with a KV cache."""
+    from boost.checkpoint.store import open_checkpoint
+    from boost.data.tokenizer import special_ids
+    from boost.inference.generate import generate as sample
+    from boost.inference.load import model_from, tokenizer_from
+
+    opened = open_checkpoint(checkpoint)
+    tokenizer, model = tokenizer_from(opened), model_from(opened)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise UserError("--prompt", "holds no token", hint="give it some text")
+    tokens = sample(
+        model,
+        ids,
+        max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_id=special_ids(tokenizer).eos,
+    )
+    typer.echo(tokenizer.decode(ids + list(tokens)))
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a run directory.")],
+    data: Annotated[Path, typer.Option(help="A prepared dataset with a validation split.")],
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Default: as in training.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
+) -> None:
+    """Loss, perplexity and bits per byte over every token of a dataset's validation split."""
+    from boost.checkpoint.store import open_checkpoint
+    from boost.data.dataset import Dataset
+    from boost.inference.evaluate import context_token
+    from boost.inference.evaluate import evaluate as run
+    from boost.inference.load import model_from
+    from boost.training.state import saved_config
+
+    opened = open_checkpoint(checkpoint)
+    config = saved_config(opened)
+    dataset = Dataset.open(data, vocab_size=config.model.vocab_size)
+    if dataset.validation is None:
+        raise UserError(str(data), "has no validation split", hint="prepare it with --validation-last or -fraction")
+    length = sequence_length or config.train.sequence_length
+    typer.echo(run(model_from(opened), dataset.validation, context_token(dataset), length, batch_size))
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"boost {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command line; the exit codes are those of `boost.errors`, and a failure's last line says what it was."""
+    try:
+        code = app(standalone_mode=False)
+    except BoostError as error:
+        for problem in getattr(error, "problems", [str(error)]):
+            print(f"error: {problem}", file=sys.stderr)
+        code = error.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        print("error: command: interrupted", file=sys.stderr)
+        code = ENVIRONMENT
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error of typer's own copy of click, which has no public name
+            print(f"error: command line: {error.format_message()}; see `boost --help`", file=sys.stderr)
+            code = USER
+        else:
+            traceback.print_exc()
+            print(f"error: boost: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+            code = ENVIRONMENT
+    sys.exit(code if isinstance(code, int) else 0)

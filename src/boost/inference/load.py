@@ -1,0 +1,49 @@
+"""A trained model on one device, from a checkpoint of any layout."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from tokenizers import Tokenizer
+
+from boost.checkpoint.store import Checkpoint, open_checkpoint
+from boost.model.decoder import Decoder
+from boost.parallel.mesh import Group
+from boost.training.state import load_weights, saved_config
+
+
+def load_model(
+    checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Decoder:
+    """The whole model, in evaluation mode.
+
+    Args:
+        checkpoint: a checkpoint, or a run directory (its newest complete checkpoint).
+        dtype: of weights and activations; default the stored one (fp32, or fp64 for an fp64 run).
+        device: where it goes.
+
+    Returns:
+        A module; `model(input_ids)` gives logits [batch, sequence, vocab].
+
+    Raises:
+        UserError: not a complete, undamaged checkpoint.
+    """
+    return model_from(open_checkpoint(checkpoint), dtype=dtype, device=device)
+
+
+def model_from(
+    opened: Checkpoint, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Decoder:
+    """As `load_model`, from an opened checkpoint."""
+    stored = torch.float64 if opened.tensors["parameter", "norm.weight"].dtype == "F64" else torch.float32
+    dtype = dtype or stored
+    with torch.device(device):
+        model = Decoder(saved_config(opened).model, dtype=dtype, master_dtype=dtype)
+    load_weights(opened, model, Group(), cast=True)
+    return model.eval()
+
+
+def tokenizer_from(opened: Checkpoint) -> Tokenizer:
+    """The tokenizer of the data that a checkpoint was trained on."""
+    return Tokenizer.from_str(opened.read_file("tokenizer.json").decode("utf-8"))

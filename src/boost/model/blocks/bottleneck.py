@@ -1,0 +1,130 @@
+"""A low-rank decoder block under bottleneck-aware tensor parallelism (BTP): four chunks joined by four bridges.
+
+Everything wide is sharded over tp (the residual stream and the norms on hidden, attention on heads, the MLP on
+d_ff); everything of rank r is replicated. A chunk runs from an up-projection to the next down-projection on local
+shards; a bridge is one all-reduce of an r-wide tensor. Per token and block that is 4 all-reduces and 7 r elements
+forward, the same backward, and a few numbers of norm statistics in two of the forward ones.
+
+Shapes: T tokens, R the ranks of a group side by side (3 r for q, k, v), d / f / Q the local shards of hidden, d_ff
+and the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from boost.config import ModelSection, ParallelSection
+from boost.model.attention import attention
+from boost.model.blocks.shapes import attention_linears, mlp_linears
+from boost.model.context import Context
+from boost.model.low_rank import Pairs
+from boost.model.norm import Gain, statistic_dtype
+from boost.parallel.collectives import online_bridge, sum_backward, sum_both, sum_forward
+from boost.parallel.mesh import Group
+
+
+class Partial(NamedTuple):
+    """What a chunk hands to the bridge after it.
+
+    Attributes:
+        product_TR: this rank's partial sum x_i A_i.
+        norm_T: |x_i| of its shard where the bridge completes an RMSNorm too (Online RMSNorm), else None.
+    """
+
+    product_TR: Tensor
+    norm_T: Tensor | None = None
+
+
+class BottleneckBlock(nn.Module):
+    """x_Td to x_Td, this rank's shard of the residual stream. Source: BOOST, arXiv 2512.12131."""
+
+    def __init__(
+        self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        assert model.rank is not None
+        self.model, self.layer, self.tp = model, layer, tp
+        self.online = parallel.norm == "online"
+
+        def pairs(linears: Sequence, grouped: bool = False) -> Pairs:
+            return Pairs(linears, model.rank, tp, grouped=grouped, down_split="wide", up_split="wide", dtype=dtype)
+
+        q, k, v, o = attention_linears(model, layer)
+        gate, up, down = mlp_linears(model, layer)
+        self.attention_norm = Gain(f"blocks.{layer}.attention.norm.weight", model.hidden_size, dtype, tp)
+        self.qkv = pairs([q, k, v], parallel.group_linears)
+        self.o = pairs([o])
+        self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype, tp)
+        self.gate_up = pairs([gate, up], parallel.group_linears)
+        self.down = pairs([down])
+
+    def forward(self, x_Td: Tensor, context: Context) -> Tensor:
+        z_qkv = self.bridge(self.chunk_qkv(x_Td))
+        z_o = self.bridge(self.chunk_attention(z_qkv, context))
+        x_Td, partials = self.chunk_gate_up(x_Td, z_o, context)
+        z_gate_up = self.bridge(partials)
+        z_down = self.bridge(self.chunk_down(z_gate_up))
+        return self.add_branch(x_Td, self.down, z_down, "mlp", context)
+
+    def chunk_qkv(self, x_Td: Tensor) -> list[Partial]:
+        return self.norm_and_down(x_Td, self.attention_norm, self.qkv)
+
+    def chunk_attention(self, z: Sequence[Tensor], context: Context) -> list[Partial]:
+        q_TQ, k_TQ, v_TQ = self.qkv.up(self.latents(z))
+        y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
+        return [Partial(self.o.downs[0](y_TQ))]
+
+    def chunk_gate_up(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
+        x_Td = self.add_branch(x_Td, self.o, z, "attention", context)
+        return x_Td, self.norm_and_down(x_Td, self.mlp_norm, self.gate_up)
+
+    def chunk_down(self, z: Sequence[Tensor]) -> list[Partial]:
+        gate_Tf, up_Tf = self.gate_up.up(self.latents(z))
+        if self.model.gate_activation == "silu":
+            gate_Tf = F.silu(gate_Tf)
+        return [Partial(self.down.downs[0](gate_Tf * up_Tf))]
+
+    def norm_and_down(self, x_Td: Tensor, gain: Gain, pairs: Pairs) -> list[Partial]:
+        """RMSNorm and the A after it, on this rank's shard of x.
+
+        Online: z = (sum_i (x_i * gain_i) A_i) / rms(x), and the division commutes with the sum because rms(x) is
+        the same number on every rank. So the raw shard is multiplied, and the bridge divides.
+        """
+        wide = statistic_dtype(x_Td.dtype)
+        gain_d = gain.weight.to(x_Td.dtype)
+        if self.online:
+            norm_T = torch.linalg.vector_norm(x_Td, dim=-1, dtype=wide)
+            return [Partial(x_Td @ (gain_d.unsqueeze(-1) * down.weight.to(x_Td.dtype)), norm_T) for down in pairs.downs]
+        squares_T = sum_both(x_Td.to(wide).square().sum(-1), self.tp)
+        normalised = (x_Td.to(wide) * self.inverse_rms(squares_T)).to(x_Td.dtype) * gain_d
+        return [Partial(down(normalised)) for down in pairs.downs]
+
+    def bridge(self, partials: Sequence[Partial]) -> list[Tensor]:
+        """Completes each partial product with one all-reduce: latents z_TR, equal on all ranks."""
+        latents = []
+        for product_TR, norm_T in partials:
+            if norm_T is None:
+                latents.append(sum_forward(product_TR, self.tp))
+            else:
+                sum_TR, squares_T = online_bridge(product_TR, norm_T, self.tp)
+                latents.append((sum_TR * self.inverse_rms(squares_T)).to(product_TR.dtype))
+        return latents
+
+    def inverse_rms(self, squares_T: Tensor) -> Tensor:
+        """1 / sqrt(S / d + eps) per token, [T, 1], from the sum of squares over the whole hidden dimension."""
+        return torch.rsqrt(squares_T / self.model.hidden_size + self.model.norm_eps).unsqueeze(-1)
+
+    def latents(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """act(z), with its gradient summed over the ranks' shards of whatever B makes of it."""
+        act = F.silu if self.model.bottleneck_activation == "silu" else nn.Identity()
+        return [sum_backward(act(z_TR), self.tp) for z_TR in z]
+
+    def add_branch(self, x_Td: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
+        """The residual stream plus a branch's last up-projection."""
+        (y_Td,) = pairs.up(self.latents(z))
+        return x_Td + context.drop(y_Td, self.layer, site, self.tp.rank)

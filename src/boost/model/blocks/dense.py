@@ -1,0 +1,110 @@
+"""A dense decoder block under Megatron tensor parallelism: the other baseline.
+
+q, k, v, gate and up are split by columns, o and down by rows; two all-reduces of d elements per token forward (after
+o and down), two backward (before q, k, v and before gate, up). Source: Shoeybi et al., arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from boost.config import ModelSection, ParallelSection
+from boost.model.attention import attention
+from boost.model.blocks.shapes import attention_linears, mlp_linears
+from boost.model.context import Context
+from boost.model.low_rank import Linear
+from boost.model.norm import Gain, rms_norm
+from boost.parallel.collectives import sum_backward, sum_forward
+from boost.parallel.mesh import Group
+from boost.parallel.sharding import Init, Part, Sharded, padded_share
+
+
+class ColumnParallel(Sharded):
+    """Linears that share their input, split by outputs, as one GEMM: [T, D] to one [T, o] per linear."""
+
+    def __init__(self, linears: Sequence[Linear], std: float, tp: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linears, self.std = tuple(linears), std
+        self.widths = [padded_share(linear.d_out, tp) for linear in linears]
+        self.weight = nn.Parameter(torch.empty(sum(self.widths), linears[0].d_in, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(sum(self.widths), dtype=dtype)) if linears[0].bias else None
+
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        weight, bias, start = [], [], 0
+        for linear, width in zip(self.linears, self.widths, strict=True):
+            rows = (slice(start, start + width),)
+            weight.append(
+                Part(f"{linear.name}.weight", (linear.d_out, linear.d_in), Init("normal", self.std), 0, rows)
+            )
+            bias.append(Part(f"{linear.name}.bias", (linear.d_out,), Init("zeros"), 0, rows))
+            start += width
+        return {"weight": tuple(weight), "bias": tuple(bias)}
+
+    def forward(self, x_TD: Tensor) -> list[Tensor]:
+        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
+        return list(F.linear(x_TD, self.weight.to(x_TD.dtype), bias).split(self.widths, dim=-1))
+
+
+class RowParallel(Sharded):
+    """A linear split by inputs: [T, i] to [T, D] on every rank, with the all-reduce."""
+
+    def __init__(self, linear: Linear, std: float, tp: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.std, self.tp = linear, std, tp
+        self.weight = nn.Parameter(torch.empty(linear.d_out, padded_share(linear.d_in, tp), dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(linear.d_out, dtype=dtype)) if linear.bias else None
+
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        name, shape = self.linear.name, (self.linear.d_out, self.linear.d_in)
+        return {
+            "weight": (Part(f"{name}.weight", shape, Init("normal", self.std), split=1),),
+            "bias": (Part(f"{name}.bias", shape[:1], Init("zeros")),),
+        }
+
+    def forward(self, x_Ti: Tensor) -> Tensor:
+        y_TD = sum_forward(x_Ti @ self.weight.to(x_Ti.dtype).t(), self.tp)
+        return y_TD if self.bias is None else y_TD + self.bias.to(y_TD.dtype)
+
+
+class DenseBlock(nn.Module):
+    """x_TD to x_TD, the whole residual stream on every rank."""
+
+    def __init__(
+        self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.model, self.layer, self.tp = model, layer, tp
+
+        def columns(linears: Sequence[Linear]) -> nn.ModuleList:
+            groups = [linears] if parallel.group_linears else [[linear] for linear in linears]
+            return nn.ModuleList(ColumnParallel(group, model.init_std, tp, dtype) for group in groups)
+
+        q, k, v, o = attention_linears(model, layer)
+        gate, up, down = mlp_linears(model, layer)
+        self.attention_norm = Gain(f"blocks.{layer}.attention.norm.weight", model.hidden_size, dtype)
+        self.qkv = columns([q, k, v])
+        self.o = RowParallel(o, model.init_std, tp, dtype)
+        self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype)
+        self.gate_up = columns([gate, up])
+        self.down = RowParallel(down, model.init_std, tp, dtype)
+
+    def forward(self, x_TD: Tensor, context: Context) -> Tensor:
+        h_TD = rms_norm(x_TD, self.attention_norm.weight, self.model.norm_eps)
+        q_TQ, k_TQ, v_TQ = self.columns(self.qkv, h_TD)
+        y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
+        x_TD = x_TD + context.drop(self.o(y_TQ), self.layer, "attention", None)
+
+        h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
+        gate_Tf, up_Tf = self.columns(self.gate_up, h_TD)
+        if self.model.gate_activation == "silu":
+            gate_Tf = F.silu(gate_Tf)
+        return x_TD + context.drop(self.down(gate_Tf * up_Tf), self.layer, "mlp", None)
+
+    def columns(self, columns: nn.ModuleList, h_TD: Tensor) -> list[Tensor]:
+        """The outputs of column-parallel linears that read h, whose gradient is summed once for all of them."""
+        h_TD = sum_backward(h_TD, self.tp)
+        return [y for column in columns for y in column(h_TD)]

@@ -1,0 +1,39 @@
+"""What a model costs: parameters and FLOPs, one formula per term. Training metrics and planning both read these.
+
+A multiply-add counts as two FLOPs. These are the FLOPs that this model executes: rank-r products, not those of the
+dense model it stands for. Backward is twice forward; recomputation is never counted.
+"""
+
+from __future__ import annotations
+
+from boost.config import ModelSection
+from boost.model.blocks.shapes import attention_linears, mlp_linears
+
+
+def block_linear_parameters(model: ModelSection) -> int:
+    """Weights in the seven linears of one block, without biases."""
+    total = 0
+    for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)):
+        pair = model.rank is not None
+        total += (linear.d_in + linear.d_out) * (model.rank or 0) if pair else linear.d_in * linear.d_out
+    return total
+
+
+def parameters(model: ModelSection) -> int:
+    """All parameters, tied tables counted once, padding not counted."""
+    biases = sum(linear.d_out for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)) if linear.bias)
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    block = block_linear_parameters(model) + biases + 2 * model.hidden_size
+    return model.layers * block + tables + model.hidden_size
+
+
+def forward_flops_per_token(model: ModelSection, sequence_length: int) -> float:
+    """Forward FLOPs per token: GEMMs of blocks and head, and causal attention (half of the full square)."""
+    gemms = 2 * (model.layers * block_linear_parameters(model) + model.vocab_size * model.hidden_size)
+    attention = model.layers * 2 * 2 * (sequence_length + 1) / 2 * model.heads * model.head_size
+    return gemms + attention
+
+
+def training_flops_per_token(model: ModelSection, sequence_length: int) -> float:
+    """Forward and backward."""
+    return 3 * forward_flops_per_token(model, sequence_length)

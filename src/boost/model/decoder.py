@@ -1,0 +1,122 @@
+"""The decoder: embedding, blocks, final norm, head. The same code for every layout and for one process.
+
+Under BTP the residual stream is this rank's shard of hidden from the embedding to the last block, and one all-gather
+makes it whole for the final norm and the head. The other layouts keep it whole throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from boost.config import ModelSection, ParallelSection
+from boost.model.blocks.bottleneck import BottleneckBlock
+from boost.model.blocks.dense import DenseBlock
+from boost.model.blocks.vanilla import VanillaBlock
+from boost.model.context import Context, KeyValueCache
+from boost.model.embedding import HiddenShardedEmbedding, VocabShardedTable
+from boost.model.loss import head_loss
+from boost.model.norm import Gain, rms_norm
+from boost.model.rope import rope_tables
+from boost.parallel.collectives import gather_last, sum_backward
+from boost.parallel.mesh import Group
+
+
+class Decoder(nn.Module):
+    """A LLaMA-like decoder, this rank's share of it.
+
+    Args:
+        model: what is computed.
+        parallel: how it is laid out over tp (tensor_layout, norm, group_linears).
+        tp: the tensor-parallel group.
+        dtype: of activations and GEMMs.
+        master_dtype: of the parameters; fp32 beside bf16 activations.
+        seed: of dropout masks.
+
+    Parameters are empty until `boost.parallel.sharding.initialize` or a checkpoint fills them.
+    """
+
+    def __init__(
+        self,
+        model: ModelSection,
+        parallel: ParallelSection | None = None,
+        tp: Group | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        master_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        parallel, tp = parallel or ParallelSection(), tp or Group()
+        master = master_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
+        self.model, self.tp, self.dtype, self.seed = model, tp, dtype, seed
+        self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
+        block = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
+
+        table = (model.vocab_size, model.hidden_size, model.init_std, tp, master)
+        output = "shard" if self.hidden_sharded else "whole"
+        if self.hidden_sharded and not model.tie_embeddings:
+            self.embedding: nn.Module = HiddenShardedEmbedding(*table)
+        else:
+            self.embedding = VocabShardedTable("embedding.weight", *table, output)
+        self.blocks = nn.ModuleList(block(model, parallel, layer, tp, master) for layer in range(model.layers))
+        self.norm = Gain("norm.weight", model.hidden_size, master)
+        self.head = self.embedding if model.tie_embeddings else VocabShardedTable("head.weight", *table)
+
+    def forward(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Token ids [batch, sequence] to logits [batch, sequence, vocab], in `dtype`.
+
+        With a cache, positions continue after the tokens it holds and it grows by the new ones.
+        """
+        h_TD = self.hidden(input_ids, cache=cache)
+        logits_Tv = h_TD @ self.head.weight.to(h_TD.dtype).t()
+        logits_TV = gather_last(logits_Tv, self.tp)[:, : self.model.vocab_size]
+        return logits_TV.unflatten(0, input_ids.shape)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, samples: Sequence[int] = ()) -> Tensor:
+        """The sum of the losses of all tokens whose label is not -100, a scalar in fp32 or fp64.
+
+        Args:
+            input_ids, labels: int64 [batch, sequence]; labels are the next tokens, already shifted.
+            samples: each sequence's global sample index, needed where the model has dropout.
+        """
+        h_TD = self.hidden(input_ids, samples=samples)
+        return head_loss(h_TD, self.head.real_rows(), labels.reshape(-1), self.head.start, self.tp)
+
+    def hidden(
+        self, input_ids: Tensor, *, samples: Sequence[int] = (), cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Normalised hidden states of all tokens, [T, D], equal on every rank."""
+        context = self._context(input_ids, samples, cache)
+        x_Td = self._embed(input_ids.reshape(-1))
+        for block in self.blocks:
+            x_Td = block(x_Td, context)
+        return self._final_norm(x_Td)
+
+    def _embed(self, ids_T: Tensor) -> Tensor:
+        embed = self.embedding.lookup if isinstance(self.embedding, VocabShardedTable) else self.embedding
+        return embed(ids_T, self.dtype)
+
+    def _final_norm(self, x_Td: Tensor) -> Tensor:
+        """The final norm, then the head's backward sum.
+
+        Under BTP the sum is the backward of the all-gather: the norm's backward, linear in its gradient, acts on
+        partial gradients before it, and only the gain needs a sum of its own.
+        """
+        if self.hidden_sharded:
+            x_TD = gather_last(x_Td, self.tp)
+            return rms_norm(x_TD, sum_backward(self.norm.weight, self.tp), self.model.norm_eps)
+        return sum_backward(rms_norm(x_Td, self.norm.weight, self.model.norm_eps), self.tp)
+
+    def _context(self, input_ids: Tensor, samples: Sequence[int], cache: KeyValueCache | None) -> Context:
+        batch, sequence = input_ids.shape
+        start = cache.length if cache is not None else 0
+        dropout = self.model.dropout if self.training else 0.0
+        if dropout and len(samples) != batch:
+            raise ValueError(f"dropout needs the sample index of each of {batch} sequences, got {len(samples)}")
+        cos, sin = rope_tables(
+            start + sequence, self.model.head_size, self.model.rope_theta, self.dtype, input_ids.device
+        )
+        return Context(batch, sequence, cos[start:], sin[start:], cache, dropout, self.seed, samples)

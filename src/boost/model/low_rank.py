@@ -1,0 +1,195 @@
+"""Low-rank pairs y = act(x A) B: grouped down-projections A, grouped up-projections B, and their initialisation.
+
+Linears that read the same input are grouped: their A are one GEMM, their B one batched GEMM. Grouping is a matter of
+execution: canonical tensors are always single, `down.weight [r, d_in]` and `up.weight [d_out, r]`.
+
+Shapes: T tokens, G linears in the group, R rank, I input width, O output width; lower case for a local shard.
+In memory the wide dimension comes first: A as [i, G * R], B as [o, G, R].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from boost.parallel.mesh import Group
+from boost.parallel.sharding import Init, Part, Sharded, exact_share, padded_share
+
+Split = Literal["wide", "rank"]  # which dimension of a factor is sharded over tp
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of the dense model that a pair stands for.
+
+    Attributes:
+        name: canonical prefix, for example `blocks.0.attention.q`.
+        d_in, d_out: its global widths.
+        bias: whether it has one.
+    """
+
+    name: str
+    d_in: int
+    d_out: int
+    bias: bool = False
+
+
+def factor_std(linear: Linear, rank: int) -> float:
+    """Standard deviation of both factors such that A B has 1/sqrt(d_in + d_out) (CoLA's initialisation)."""
+    return float(rank**-0.25 * (linear.d_in + linear.d_out) ** -0.25)
+
+
+class Down(Sharded):
+    """A of one or more linears that share their input, as one GEMM: [T, i] to [T, G * r].
+
+    Args:
+        linears: of equal input width.
+        rank: global rank r.
+        split: "wide" shards d_in (BTP: the output is a partial sum), "rank" shards r (vanilla).
+    """
+
+    def __init__(self, linears: Sequence[Linear], rank: int, tp: Group, split: Split, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linears, self.rank, self.split = tuple(linears), rank, split
+        d_in = linears[0].d_in
+        width = padded_share(d_in, tp) if split == "wide" else d_in
+        self.local_rank = padded_share(rank, tp) if split == "rank" else rank
+        self.weight = nn.Parameter(torch.empty(width, len(linears) * self.local_rank, dtype=dtype))
+
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        r = self.local_rank
+        return {
+            "weight": tuple(
+                Part(
+                    f"{linear.name}.down.weight",
+                    (self.rank, linear.d_in),
+                    Init("normal", factor_std(linear, self.rank)),
+                    split=1 if self.split == "wide" else 0,
+                    index=(slice(None), slice(g * r, (g + 1) * r)),
+                    transposed=True,
+                )
+                for g, linear in enumerate(self.linears)
+            )
+        }
+
+    def forward(self, x_Ti: Tensor) -> Tensor:
+        return x_Ti @ self.weight.to(x_Ti.dtype)
+
+
+class Up(Sharded):
+    """B of one or more linears of equal output width, as one batched GEMM: latents [T, G, r] to [G, T, o].
+
+    Args:
+        linears: of equal output width.
+        rank: global rank r.
+        split: "wide" shards d_out (BTP), "rank" shards r (vanilla: the output is a partial sum and the bias, which
+            must be added once, is left to `add_bias`).
+    """
+
+    def __init__(self, linears: Sequence[Linear], rank: int, tp: Group, split: Split, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linears, self.rank, self.split = tuple(linears), rank, split
+        d_out = linears[0].d_out
+        width = padded_share(d_out, tp) if split == "wide" else d_out
+        local_rank = padded_share(rank, tp) if split == "rank" else rank
+        self.weight = nn.Parameter(torch.empty(width, len(linears), local_rank, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, len(linears), dtype=dtype)) if linears[0].bias else None
+
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        wide = self.split == "wide"
+        weight = tuple(
+            Part(
+                f"{linear.name}.up.weight",
+                (linear.d_out, self.rank),
+                Init("normal", factor_std(linear, self.rank)),
+                split=0 if wide else 1,
+                index=(slice(None), g),
+            )
+            for g, linear in enumerate(self.linears)
+        )
+        bias = tuple(
+            Part(
+                f"{linear.name}.bias",
+                (linear.d_out,),
+                Init("uniform", linear.d_out**-0.5),
+                split=0 if wide else None,
+                index=(slice(None), g),
+            )
+            for g, linear in enumerate(self.linears)
+        )
+        return {"weight": weight, "bias": bias}
+
+    def forward(self, h_TGr: Tensor) -> Tensor:
+        weight = self.weight.to(h_TGr.dtype)
+        if len(self.linears) == 1:
+            y_GTo = (h_TGr[:, 0] @ weight[:, 0].t()).unsqueeze(0)
+        else:
+            y_GTo = torch.bmm(h_TGr.transpose(0, 1), weight.permute(1, 2, 0))
+        return self.add_bias(y_GTo) if self.split == "wide" else y_GTo
+
+    def add_bias(self, y_GTo: Tensor) -> Tensor:
+        """Adds the biases to complete outputs [G, T, o]."""
+        return y_GTo if self.bias is None else y_GTo + self.bias.t().unsqueeze(1).to(y_GTo.dtype)
+
+
+class Pairs(nn.Module):
+    """The A and B of linears that share their input, in the groups in which they are executed.
+
+    Grouped: one A for all, and one B for each run of equal output widths (with GQA, q alone and k, v together).
+    Ungrouped: every linear alone.
+
+    Attributes:
+        downs: one `Down` per A GEMM, hence per bridge.
+        ups: for each `Down`, the `Up`s that read its output, in order.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        rank: int,
+        tp: Group,
+        *,
+        grouped: bool,
+        down_split: Split,
+        up_split: Split,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        groups = [list(linears)] if grouped else [[linear] for linear in linears]
+        self.downs = nn.ModuleList(Down(group, rank, tp, down_split, dtype) for group in groups)
+        self.ups = nn.ModuleList(
+            nn.ModuleList(Up(run, rank, tp, up_split, dtype) for run in _equal_outputs(group)) for group in groups
+        )
+
+    def up(self, h: Sequence[Tensor]) -> list[Tensor]:
+        """Latents, one [T, G * r] per `Down`, to outputs, one [T, o] per linear."""
+        return [y for group in self.up_grouped(h) for y in group.unbind(0)]
+
+    def up_grouped(self, h: Sequence[Tensor]) -> list[Tensor]:
+        """As `up`, but one [G, T, o] per B GEMM."""
+        outputs = []
+        for h_TR, ups in zip(h, self.ups, strict=True):
+            total = sum(len(up.linears) for up in ups)
+            h_TGr = h_TR.unflatten(-1, (total, -1))
+            start = 0
+            for up in ups:
+                outputs.append(up(h_TGr[:, start : start + len(up.linears)]))
+                start += len(up.linears)
+        return outputs
+
+
+def _equal_outputs(linears: Sequence[Linear]) -> list[list[Linear]]:
+    runs: list[list[Linear]] = []
+    for linear in linears:
+        if runs and runs[-1][0].d_out == linear.d_out:
+            runs[-1].append(linear)
+        else:
+            runs.append([linear])
+    return runs
+
+
+__all__ = ["Down", "Linear", "Pairs", "Up", "exact_share", "factor_std"]

@@ -1,0 +1,29 @@
+"""Rotary position embedding, half-split form, with angles in fp32 whatever the model's precision.
+
+Source: RoFormer (Su et al., 2021) in the layout of LLaMA checkpoints: dimension j rotates with j + head_size / 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_tables(
+    positions: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle, each [positions, head_size] of `dtype`.
+
+    The angle is computed in fp32 and only its cosine and sine are rounded: angles in bf16 alias beyond position 256.
+    """
+    powers = torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float() / head_size
+    frequencies = 1.0 / (theta**powers)
+    angles = torch.arange(positions, device=device).float()[:, None] * frequencies[None, :]
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
+    """Rotates queries or keys [batch, heads, sequence, head_size] by their positions' angles."""
+    first, second = x_BHSK.chunk(2, dim=-1)
+    return x_BHSK * cos_SK + torch.cat([-second, first], dim=-1) * sin_SK

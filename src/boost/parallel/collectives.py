@@ -1,0 +1,264 @@
+"""The few differentiable collectives, and the counter that measures them on the wire.
+
+Each is an `autograd.Function` that holds no weights, so that schedules which split or repeat a backward
+never repeat communication. With a group of one rank each is the identity and leaves no trace in the graph.
+
+The bridge convention (Megatron's g and f): `sum_forward` after a row-split matrix, `sum_backward` before a
+column-split one. Between the two every tensor and its gradient are complete and equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from boost.parallel.mesh import Group
+
+# torch 2.13 renames both; 2.11 has only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of x over the group, in a new tensor. Not differentiable."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    if group.size > 1:
+        dist.all_reduce(total, group=group.process_group)
+    return total
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """The tensors of all ranks stacked in rank order, [size, *x.shape]. Not differentiable."""
+    if group.size == 1:
+        return x.detach().unsqueeze(0)
+    stacked = x.new_empty(group.size, *x.shape)
+    _all_gather(stacked.view(-1), x.detach().contiguous().view(-1), group=group.process_group)
+    return stacked
+
+
+def any_rank(flag: bool, group: Group) -> bool:
+    """Whether any rank of the group raises the flag: the same answer on all of them. Host-side, over gloo."""
+    if group.size == 1:
+        return flag
+    raised = torch.tensor([int(flag)])
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group.process_group)
+    return bool(raised.item())
+
+
+def barrier(group: Group) -> None:
+    """Returns when every rank has arrived. Host-side, over gloo."""
+    any_rank(False, group)
+
+
+def _gather_last(x: Tensor, group: Group) -> Tensor:
+    return all_gather(x, group).movedim(0, -2).flatten(-2)
+
+
+def _reduce_scatter_last(x: Tensor, group: Group) -> Tensor:
+    pieces = x.detach().unflatten(-1, (group.size, -1)).movedim(-2, 0).contiguous()
+    piece = pieces.new_empty(pieces.shape[1:])
+    _reduce_scatter(piece.view(-1), pieces.view(-1), group=group.process_group)
+    return piece
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _SumBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter_last(grad, ctx.group), None
+
+
+class _ScatterLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_last(grad, ctx.group), None
+
+
+def sum_forward(x: Tensor, group: Group) -> Tensor:
+    """All-reduce forward, identity backward: completes partial sums whose consumer is replicated."""
+    return x if group.size == 1 else _SumForward.apply(x, group)
+
+
+def sum_backward(x: Tensor, group: Group) -> Tensor:
+    """Identity forward, all-reduce backward: before an operation of which each rank does one shard."""
+    return x if group.size == 1 else _SumBackward.apply(x, group)
+
+
+def sum_both(x: Tensor, group: Group) -> Tensor:
+    """All-reduce forward and backward: a sum over ranks whose result each rank then uses for its own shard."""
+    return x if group.size == 1 else _SumBoth.apply(x, group)
+
+
+def gather_last(x: Tensor, group: Group) -> Tensor:
+    """[..., n] shards to [..., n * size] on every rank; backward sums the gradients and scatters them."""
+    return x if group.size == 1 else _GatherLast.apply(x, group)
+
+
+def scatter_last(x: Tensor, group: Group) -> Tensor:
+    """Partial sums [..., n * size] to this rank's complete shard [..., n]; backward gathers the gradients."""
+    return x if group.size == 1 else _ScatterLast.apply(x, group)
+
+
+# --- The bridge of Online RMSNorm: partial products and the norm statistic in one all-reduce ---------------------------
+
+
+def statistic_elements(group: Group, dtype: torch.dtype) -> int:
+    """Numbers per token that the statistic adds to a bridge's payload."""
+    return 2 * group.size if dtype == torch.bfloat16 else 1
+
+
+def pack_statistic(norm_T: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """This rank's share of the statistic, to be summed over the group: [T, statistic_elements] of `dtype`.
+
+    In bf16 each rank writes its norm as a high and a low part (2^-17 relative) into its own two slots and zeros
+    into the others': the sum then only ever adds zeros, exact in any order, whereas summed squares would lose
+    accuracy that grows with the number of ranks. fp32 and fp64 carry the square itself in one column.
+    """
+    if dtype != torch.bfloat16:
+        return norm_T.square().unsqueeze(-1).to(dtype)
+    slots = norm_T.new_zeros(norm_T.shape[0], 2 * group.size, dtype=dtype)
+    high = norm_T.to(dtype)
+    slots[:, 2 * group.rank] = high
+    slots[:, 2 * group.rank + 1] = (norm_T - high.to(norm_T.dtype)).to(dtype)
+    return slots
+
+
+def unpack_statistic(summed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of squares over all ranks, [T] of `dtype` (fp32 or fp64), from the summed slots."""
+    if summed.dtype != torch.bfloat16:
+        return summed.squeeze(-1).to(dtype)
+    return summed.to(dtype).unflatten(-1, (-1, 2)).sum(-1).square().sum(-1)
+
+
+class _OnlineBridge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(norm_T)
+        split = partial_TR.numel()
+        slots = pack_statistic(norm_T, group, partial_TR.dtype)
+        payload = torch.cat([partial_TR.reshape(-1), slots.view(-1)])
+        dist.all_reduce(payload, group=group.process_group)
+        total_TR = payload[:split].view_as(partial_TR)
+        return total_TR, unpack_statistic(payload[split:].view_as(slots), norm_T.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TR: Tensor, grad_T: Tensor) -> tuple[Tensor, Tensor, None]:
+        # Both gradients are complete on every rank: `sum_backward` stands between them and the next shard.
+        (norm_T,) = ctx.saved_tensors
+        return grad_TR, 2 * norm_T * grad_T, None
+
+
+def online_bridge(partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """One all-reduce of partial products and of the statistic of the RMSNorm before them.
+
+    Args:
+        partial_TR: this rank's partial sum x_i A_i, [T, R].
+        norm_T: |x_i| of this rank's shard of each token, [T], fp32 (fp64 where the model is fp64).
+
+    Returns:
+        The complete sum [T, R] and S = sum_i |x_i|^2, [T], in norm_T's dtype. Backward needs no collective.
+    """
+    if group.size == 1:
+        return partial_TR, norm_T.square()
+    return _OnlineBridge.apply(partial_TR, norm_T, group)
+
+
+# --- Counting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective seen on the wire: its name, the elements of the tensor that it reduces, gathers or scatters."""
+
+    name: str
+    elements: int
+    bytes: int
+
+    @property
+    def all_reduced_elements(self) -> float:
+        """In the unit of an all-reduce: a reduce-scatter or an all-gather moves half of it."""
+        return self.elements if self.name == "all_reduce" else self.elements / 2
+
+
+class _Counter(TorchDispatchMode):
+    """Records every c10d call that passes through the dispatcher, whoever makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self._record(name.split("::")[1].split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, name: str, args: Any) -> None:
+        if "allreduce" in name or "all_reduce" in name:
+            self._add("all_reduce", args[0])
+        elif "allgather" in name or "all_gather" in name:
+            self._add("all_gather", args[0])  # the output
+        elif "reduce_scatter" in name:
+            self._add("reduce_scatter", args[1])  # the input
+        elif name not in ("wait_tensor", "barrier"):
+            self._add(name, args[0])
+
+    def _add(self, name: str, tensors: Any) -> None:
+        flat = [tensors] if isinstance(tensors, Tensor) else [t for t in torch.utils._pytree.tree_leaves(tensors)]
+        sizes = [(t.numel(), t.numel() * t.element_size()) for t in flat if isinstance(t, Tensor)]
+        self.seen.append(Collective(name, sum(n for n, _ in sizes), sum(b for _, b in sizes)))
+
+
+@contextmanager
+def count_collectives() -> Iterator[list[Collective]]:
+    """Yields a list that fills with every collective run inside the block, forward or backward."""
+    with _Counter() as counter:
+        yield counter.seen

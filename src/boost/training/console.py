@@ -1,0 +1,120 @@
+"""What a person sees of a run: a summary at the start, then a moving line on a terminal and plain lines in the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from boost.config import TrainConfig
+from boost.data.dataset import Dataset
+from boost.data.sampler import num_sequences
+from boost.model import costs
+from boost.parallel.mesh import Mesh
+
+logger = logging.getLogger("boost")
+console = Console(file=sys.stdout, soft_wrap=True)
+
+
+def log_to_console() -> None:
+    """Sends this process's log to standard output."""
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, highlighter=None)
+    else:
+        handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+
+
+class Progress:
+    """A progress bar where standard output is a terminal; always one log line every `every` steps."""
+
+    def __init__(self, steps: int, start: int, *, enabled: bool) -> None:
+        self.steps = steps
+        self._bar = None
+        if enabled and console.is_terminal and steps > start:
+            self._bar = RichProgress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("", total=steps, completed=start, numbers="")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, record: dict[str, Any], every: int) -> None:
+        """Shows one step's record."""
+        numbers = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], numbers=numbers)
+        if record["step"] % every == 0 or record["step"] in (1, self.steps):
+            logger.info(
+                "step %*d/%d  %s  grad norm %.3f  lr %.2e",
+                len(str(self.steps)),
+                record["step"],
+                self.steps,
+                numbers,
+                record["grad_norm"],
+                record["lr"],
+            )
+
+
+def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -> None:
+    """What is about to be trained, on what, and for how long."""
+    model, train, parallel = config.model, config.train, config.parallel
+    count = costs.parameters(model)
+    tokens = train.global_batch_size * train.sequence_length
+    epochs = train.steps * train.global_batch_size / num_sequences(dataset.train, train.sequence_length)
+    master = 8 if train.precision == "fp64" else 4
+    memory = 4 * master * count / mesh.tp.size / 2**20
+    kind = model.linear if model.rank is None else f"{model.linear}, rank {model.rank}"
+    accumulation = train.global_batch_size // (mesh.dp.size * train.micro_batch_size)
+    logger.info(
+        "model: %s parameters, %d layers, hidden %d (%s)", f"{count:,}", model.layers, model.hidden_size, kind
+    )
+    logger.info(
+        "layout: %s, tp %d x pp %d x dp %d on %s, %s",
+        config.layout,
+        parallel.tp,
+        parallel.pp,
+        parallel.dp,
+        mesh.device.type,
+        train.precision,
+    )
+    logger.info(
+        "batch: %d sequences of %d = %s tokens per step, %d micro-batches of %d per data-parallel rank",
+        train.global_batch_size,
+        train.sequence_length,
+        f"{tokens:,}",
+        accumulation,
+        train.micro_batch_size,
+    )
+    logger.info("memory: about %.0f MiB per rank for weights, gradients and moments, activations not counted", memory)
+    logger.info(
+        "data: %s, %s training tokens, %.2f epochs in %d steps",
+        dataset.path,
+        f"{len(dataset.train):,}",
+        epochs,
+        train.steps,
+    )
+    logger.info("run: %s, from step %d", config.run.dir, start)

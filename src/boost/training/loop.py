@@ -1,0 +1,225 @@
+"""The training loop, top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
+from boost.config import TrainConfig
+from boost.data.dataset import Dataset
+from boost.errors import NumericsError, Preempted, UserError
+from boost.inference.evaluate import Evaluation, context_token, evaluate
+from boost.model import costs
+from boost.model.decoder import Decoder
+from boost.parallel.collectives import all_reduce, any_rank, barrier
+from boost.parallel.data_parallel import sum_gradients
+from boost.parallel.mesh import Mesh
+from boost.parallel.sharding import initialize
+from boost.training.batches import Batch, Batches
+from boost.training.clipping import clip_gradients, gradient_norm
+from boost.training.console import Progress, log_summary
+from boost.training.metrics import MetricsWriter, peak_flops, peak_memory_bytes, write_plots
+from boost.training.optimizers.adamw import build_adamw
+from boost.training.run_directory import RunDirectory
+from boost.training.schedule import lr_multiplier
+from boost.training.signals import StopRequest
+from boost.training.state import check_resumable, load_state, load_weights, save_state
+
+logger = logging.getLogger("boost")
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
+    """Trains to `train.steps`, resuming from the newest complete checkpoint of the run directory.
+
+    Every rank of the mesh calls it. Rank 0 owns the run directory's files; checkpoints are written by all ranks.
+
+    Raises:
+        UserError: configuration, data or checkpoint do not go together.
+        NumericsError: a loss or gradient is not finite; nothing was updated or saved since the last checkpoint.
+        Preempted: the run was asked to stop and has saved its state.
+    """
+    main = mesh.world.rank == 0
+    if config.data.path is None:
+        raise UserError("data.path", "is not set", hint="prepare a dataset with `boost data prepare`")
+
+    dataset = Dataset.open(
+        config.data.path, vocab_size=config.model.vocab_size, sequence_length=config.train.sequence_length
+    )
+    batches = Batches(dataset.train, config, mesh.dp)
+    model = build_model(config, mesh)
+    optimizer = build_adamw(model, config.optimizer)
+    start = restore(config, mesh, run, dataset, model, optimizer)
+    tokens_per_step = config.train.global_batch_size * config.train.sequence_length
+    flops_per_token = costs.training_flops_per_token(config.model, config.train.sequence_length)
+    peak = peak_flops(mesh.device, config.train.precision)
+
+    if main:
+        run.write_config(config.to_yaml())
+        run.rewind_metrics(start)
+        log_summary(config, mesh, dataset, start)
+    writer = MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
+
+    def save(step: int) -> None:
+        began = time.perf_counter()
+        tokenizer = dataset.tokenizer_file.read_bytes()
+        path = save_state(run.checkpoints, step, model, optimizer, config, mesh, dataset.fingerprint, tokenizer)
+        logger.info("saved %s in %.1f s", path, time.perf_counter() - began)
+
+    def validate(step: int) -> Evaluation | None:
+        if config.train.validate_every == 0 or dataset.validation is None:
+            return None
+        began = time.perf_counter()
+        result = evaluate(
+            model,
+            dataset.validation,
+            context_token(dataset),
+            config.train.sequence_length,
+            config.train.micro_batch_size,
+            mesh.dp,
+            mesh.device,
+        )
+        logger.info("validation after step %d: %s (%.1f s)", step, result, time.perf_counter() - began)
+        return result
+
+    saved_at: int | None = start if start > 0 else None
+    step = start
+    with StopRequest() as stop, Progress(config.train.steps, start, enabled=main) as progress:
+        before_first = validate(0) if start == 0 else None
+        for batch in batches.iterate(start, config.train.steps, mesh.device):
+            if any_rank(stop.requested, mesh.world):
+                break
+            began = time.perf_counter()
+            lr = config.optimizer.lr * lr_multiplier(config.schedule, step, config.train.steps)
+            loss, norm = update(model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1)
+            step += 1
+            seconds = time.perf_counter() - began
+
+            flops = flops_per_token * tokens_per_step / seconds
+            record: dict[str, Any] = {
+                "step": step,
+                "tokens": step * tokens_per_step,
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": lr,
+                "step_seconds": seconds,
+                "tokens_per_second": tokens_per_step / seconds,
+                "model_flops_per_second": flops,
+                "mfu": flops / mesh.world.size / peak if peak else None,
+                "peak_memory_bytes": peak_memory_bytes(mesh.device),
+                "batch_hash": batch.hash,
+            }
+            due = config.train.validate_every and step % config.train.validate_every == 0
+            validation = validate(step) if due or step == config.train.steps else None
+            if validation is not None:
+                record |= validation.record(step)
+            elif before_first is not None:
+                record |= before_first.record(0)
+            before_first = None
+            if writer is not None:
+                writer.write(record)
+            progress.show(record, every=config.logging.every)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                save(step)
+                saved_at = step
+        if saved_at != step:
+            save(step)
+        stopped = any_rank(stop.requested, mesh.world) and step < config.train.steps
+
+    if writer is not None:
+        writer.close()
+        for path in write_plots(run.read_metrics(), run.path / "plots"):
+            logger.info("plot %s", path)
+    if stopped:
+        raise Preempted(f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here")
+    logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
+
+
+def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
+    """This rank's share of the model, initialised from the seed alone."""
+    dtype = DTYPES[config.train.precision]
+    with mesh.device:
+        model = Decoder(config.model, config.parallel, mesh.tp, dtype=dtype, seed=config.train.seed)
+    initialize(model, config.train.seed, mesh.tp)
+    return model
+
+
+def restore(
+    config: TrainConfig,
+    mesh: Mesh,
+    run: RunDirectory,
+    dataset: Dataset,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    """Loads what the run starts from, and returns how many steps that has taken."""
+    newest = latest(run.checkpoints)
+    if newest is not None and config.run.resume == "false":
+        raise UserError(
+            "run.dir", f"{run.path} holds checkpoints", hint="set run.resume=auto to go on, or choose another run.dir"
+        )
+    if newest is not None:
+        checkpoint = _open(newest, config, mesh)
+        check_resumable(checkpoint, config, dataset.fingerprint)
+        step = load_state(checkpoint, model, optimizer, mesh.tp)
+        logger.info("resuming from %s", newest)
+        return step
+    if config.run.init_from is not None:
+        checkpoint = _open(config.run.init_from, config, mesh)
+        load_weights(checkpoint, model, mesh.tp, cast=True)
+        logger.info("starting from the weights of %s", checkpoint.path)
+    return 0
+
+
+def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
+    """Opens a checkpoint on every rank; rank 0 alone reads all of it to verify its hashes, before the others go on."""
+    if mesh.world.rank == 0:
+        checkpoint = open_checkpoint(path, verify=config.checkpoint.verify)
+        barrier(mesh.world)
+    else:
+        barrier(mesh.world)
+        checkpoint = open_checkpoint(path, verify=False)
+    return checkpoint
+
+
+def update(
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    lr: float,
+    clip: float | None,
+    mesh: Mesh,
+    step: int,
+) -> tuple[float, float]:
+    """One optimiser step: the mean loss over the global batch and the gradient norm before clipping.
+
+    Raises:
+        NumericsError: one of them is not finite; the weights are untouched. All ranks see the same numbers.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for micro in batch.micro_batches:
+        # Divided by the global count before backward, so that gradients are only ever summed.
+        loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
+        loss.backward()
+        total += loss.detach()
+    sum_gradients(model.parameters(), mesh.dp)
+    norm = gradient_norm(model, mesh.tp)
+    loss_value, norm_value = all_reduce(total, mesh.dp).item(), norm.item()
+    for name, value in (("loss", loss_value), ("grad_norm", norm_value)):
+        if not math.isfinite(value):
+            raise NumericsError(
+                f"step {step}", f"{name} is {value}", hint="lower optimizer.lr or look at the batch; no update was made"
+            )
+    clip_gradients(model, norm, clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss_value, norm_value

@@ -1,0 +1,37 @@
+"""SIGTERM and Ctrl-C as a request: finish the step, save, leave."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+
+
+class StopRequest:
+    """Inside the `with` block, a signal only sets `requested`; the loop asks every step.
+
+    A second Ctrl-C, at least three seconds after the first, interrupts at once (launchers forward the first one, so
+    it may arrive twice).
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._since = 0.0
+
+    def __enter__(self) -> StopRequest:
+        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT and time.monotonic() - self._since > 3:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._since = True, time.monotonic()

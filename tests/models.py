@@ -1,0 +1,113 @@
+"""Small models for tests, their canonical tensors, and how far two sets of gradients are apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boost.config import ModelSection, ParallelSection
+from boost.model.decoder import Decoder
+from boost.parallel.mesh import Group
+from boost.parallel.sharding import described, initialize
+from tests.distributed.harness import gather_whole
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "ffn_size": 44,
+    "layers": 2,
+    "heads": 4,
+    "head_size": 6,
+    "vocab_size": 50,
+    "init_std": 0.3,
+}
+
+
+def model_section(**changes: Any) -> ModelSection:
+    """A small model; rank 6 unless dense."""
+    fields = {**SMALL, **changes}
+    if fields.get("linear", "low_rank") != "dense":
+        fields.setdefault("rank", 6)
+    return ModelSection(**fields)
+
+
+def build(
+    model: ModelSection,
+    parallel: ParallelSection | None = None,
+    tp: Group | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 1,
+) -> Decoder:
+    """A model initialised from the seed, its gains and biases perturbed so that they matter."""
+    decoder = Decoder(model, parallel or ParallelSection(), tp or Group(), dtype=dtype, seed=seed)
+    initialize(decoder, seed, tp or Group())
+    return decoder
+
+
+def tensors(decoder: Decoder, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Whole canonical parameters, or their gradients, on every rank."""
+    whole = {}
+    for parameter, parts in described(decoder):
+        held = parameter.grad if gradients else parameter
+        assert held is not None, parts
+        for part in parts:
+            share = part.view(held, decoder.tp)
+            size = part.shape[part.split] if part.split is not None else 0
+            whole[part.name] = gather_whole(share, part.split, size, decoder.tp)
+    return whole
+
+
+@torch.no_grad()
+def load(decoder: Decoder, whole: dict[str, Tensor]) -> None:
+    """Fills a model of any layout from whole canonical tensors."""
+    for parameter, parts in described(decoder):
+        parameter.zero_()
+        for part in parts:
+            share = part.view(parameter, decoder.tp)
+            offsets = part.offsets(parameter, decoder.tp)
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, share.shape, strict=True))
+            share.copy_(whole[part.name][box])
+
+
+def perturbed(whole: dict[str, Tensor], seed: int = 7) -> dict[str, Tensor]:
+    """The same tensors with gains away from one and biases away from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        if value.dim() == 1
+        else value.clone()
+        for name, value in sorted(whole.items())
+    }
+
+
+def tokens(model: ModelSection, batch: int = 3, sequence: int = 11, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """ids and labels, some of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.vocab_size, (batch, sequence + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[0, ::3] = -100
+    return ids[:, :-1], labels
+
+
+def loss_and_gradients(decoder: Decoder, ids: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss over the labels that count, and every canonical gradient."""
+    decoder.zero_grad()
+    loss = decoder.loss(ids, labels, samples=range(len(ids))) / (labels != -100).sum()
+    loss.backward()
+    return loss.detach(), tensors(decoder, gradients=True)
+
+
+def distance(value: Tensor, reference: Tensor) -> float:
+    """|value - reference| / |reference| in norm; a zero reference must be met exactly."""
+    scale = reference.double().norm()
+    difference = (value.double() - reference.double()).norm()
+    if scale == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return float(difference / scale)
+
+
+def worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest distance and where it is."""
+    assert values.keys() == references.keys(), values.keys() ^ references.keys()
+    return max((distance(values[name], references[name]), name) for name in references)
