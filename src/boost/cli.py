@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Tokenised datasets and tokenizers.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+OnError = Literal["stop", "skip"]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...", show_default=False)]
 
 
@@ -29,7 +30,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.field=v
 def train(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],
     overrides: Overrides = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Show the resolved configuration and stop.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show the configuration and stop.")] = False,
 ) -> None:
     """Train. The same command resumes from the newest complete checkpoint in run.dir."""
     from boost.config import TrainConfig
@@ -45,21 +46,21 @@ def train(
 
 @data_app.command("prepare")
 def data_prepare(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSONL or Parquet files, compressed or not; folders; hf:NAME.")],
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSONL, Parquet, compressed or not; folders; hf:NAME.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, a folder holding one, or a shipped tokenizer's name.")],
+    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, its folder, or a shipped tokenizer's name.")],
     text_field: Annotated[str, typer.Option(help="The field that holds a document's text.")] = "text",
     validation_last: Annotated[int, typer.Option(help="Hold out this many documents at the end.")] = 0,
-    validation_fraction: Annotated[float, typer.Option(help="Hold out this fraction, chosen by each text's hash.")] = 0.0,
+    validation_fraction: Annotated[float, typer.Option(help="Hold out this fraction, by each text's hash.")] = 0.0,
     bos: Annotated[bool, typer.Option("--bos", help="Begin each document with the tokenizer's begin token.")] = False,
-    eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End each document with the tokenizer's end token.")] = True,
-    on_error: Annotated[str, typer.Option(help="What a bad document does: stop, or skip with a count.")] = "stop",
+    eos: Annotated[
+        bool, typer.Option("--eos/--no-eos", help="End each document with the tokenizer's end token.")
+    ] = True,
+    on_error: Annotated[OnError, typer.Option(help="What a bad document does: stop, or skip with a count.")] = "stop",
 ) -> None:
     """Tokenise text into a dataset that training reads by memory map."""
     from boost.data.prepare import prepare
 
-    if on_error not in ("stop", "skip"):
-        raise UserError("--on-error", "is not allowed", expected="stop or skip", got=on_error)
     typer.echo(
         prepare(
             inputs,
@@ -95,7 +96,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 50,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the smallest set with this probability.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the smallest set this probable.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
 ) -> None:
     """Sample text from a trained model, with a KV cache."""
@@ -154,7 +155,7 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     pass
 

@@ -143,7 +143,7 @@ class ScheduleSection(_Section):
     name: Literal["cosine", "linear", "constant", "jagged_cosine"] = Field(
         default="cosine", description="shape after the warm-up"
     )
-    warmup_steps: Count = Field(default=0, description="steps of linear warm-up from 0")
+    warmup_steps: Count = Field(default=0, description="steps of linear warm-up from 0; a shorter run ends within it")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate / peak; default: CoLA")
 
 
@@ -229,6 +229,7 @@ class LoggingSection(_Section):
 
     every: Size = Field(default=10, description="steps between two lines on the console")
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars to the run directory")
+    plots: bool = Field(default=True, description="draw loss and throughput at the end; needs the extra `report`")
     wandb: bool = Field(default=False, description="report to Weights & Biases; its key comes from the environment")
     trackio: bool = Field(default=False, description="report to Trackio")
 
@@ -375,13 +376,6 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             expected=f"a multiple of {unit_text}",
             got=train.global_batch_size,
             hint=f"nearest: {_near_multiples(unit, train.global_batch_size)}",
-        )
-    if 0 < train.steps < config.schedule.warmup_steps:
-        yield Violation(
-            ("schedule.warmup_steps", "train.steps"),
-            "the warm-up is longer than the run",
-            expected=f"at most train.steps = {train.steps}",
-            got=config.schedule.warmup_steps,
         )
     if config.optimizer.exact_every is not None and config.optimizer.name != "loro":
         yield Violation(

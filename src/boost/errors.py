@@ -30,9 +30,7 @@ class UserError(BoostError):
 
     exit_code = USER
 
-    def __init__(
-        self, where: str, what: str, *, expected: object = None, got: object = None, hint: str = ""
-    ) -> None:
+    def __init__(self, where: str, what: str, *, expected: object = None, got: object = None, hint: str = "") -> None:
         sides = [f"{label} {value}" for label, value in (("expected", expected), ("got", got)) if value is not None]
         line = f"{where}: {what}" + (f" ({', '.join(sides)})" if sides else "") + (f"; {hint}" if hint else "")
         super().__init__(" ".join(line.split()))

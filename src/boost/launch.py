@@ -158,9 +158,11 @@ def _launch_local(config: TrainConfig) -> None:
     Raises:
         RunFailed: with the exit code and cause that the ranks recorded, or the rank that died without a word.
     """
+    from boost.data.dataset import open_dataset
     from boost.training.run_directory import RunDirectory, atomic_write
 
     run = RunDirectory(config.run.dir)
+    open_dataset(config)  # a mistake shows before processes start
     # torch's launcher passes a signal on and then waits this long for the ranks to save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -196,7 +198,9 @@ def _launch_local(config: TrainConfig) -> None:
     status = run.read_status() if _status_age(run) != started else None
     if killed:
         rank, number = min(killed.items())
-        cause = f"rank {rank}: killed by {signal.Signals(number).name}; the same command goes on from the last checkpoint"
+        cause = (
+            f"rank {rank}: killed by {signal.Signals(number).name}; the same command goes on from the last checkpoint"
+        )
         run.write_status("failed", ENVIRONMENT, cause)
         raise RunFailed(ENVIRONMENT, cause)
     if status is None:

@@ -34,7 +34,9 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, layout: tupl
         results = _context.SimpleQueue()
         store = f"file://{Path(directory) / 'store'}"
         processes = [
-            _context.Process(target=_rank, args=(rank, world, (pp, dp, tp), store, results, function, args), daemon=True)
+            _context.Process(
+                target=_rank, args=(rank, world, (pp, dp, tp), store, results, function, args), daemon=True
+            )
             for rank in range(world)
         ]
         for process in processes:

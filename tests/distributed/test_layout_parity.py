@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from boost.config import ParallelSection
-from boost.parallel.mesh import Group, Mesh
+from boost.parallel.mesh import Mesh
 from tests.distributed.harness import run_ranks
 from tests.models import build, distance, load, loss_and_gradients, model_section, perturbed, tensors, tokens, worst
 
@@ -82,9 +82,9 @@ def prepared(case: dict[str, Any], tp: int) -> tuple[Any, dict[str, torch.Tensor
         # The last quarter of hidden is zero throughout the residual stream: whole shards at tp 2 or 4.
         weights["embedding.weight"][:, model.hidden_size // 2 :] = 0
         for name, value in weights.items():
-            if name.endswith(("o.up.weight", "down.up.weight", "o.bias", "down.bias", "o.weight", "down.weight")):
-                if value.shape[0] == model.hidden_size:
-                    value[model.hidden_size // 2 :] = 0
+            last = name.endswith(("o.up.weight", "down.up.weight", "o.bias", "down.bias", "o.weight", "down.weight"))
+            if last and value.shape[0] == model.hidden_size:
+                value[model.hidden_size // 2 :] = 0
     elif case["extreme"] == "tiny":
         # Biases shrink too: beside inputs of 1e-6 they would make all tokens equal to six digits, and the gradients
         # of q and k, which come from differences between tokens, would lose those digits in any arithmetic.
@@ -120,10 +120,7 @@ def compare(mesh: Mesh, all_cases: list[dict[str, Any]]) -> list[tuple[dict[str,
 def test_layout_equals_single_process(tp: int) -> None:
     chosen = cases()
     assert len(chosen) >= 15
-    if tp == 1:
-        results = [compare(Mesh(tp=Group()), chosen)]
-    else:
-        results = run_ranks(tp, compare, chosen)
+    results = [compare(Mesh(), chosen)] if tp == 1 else run_ranks(tp, compare, chosen)
     for result in results:
         for case, loss_error, gradient_error, name in result:
             assert loss_error <= TOLERANCE, (case, loss_error)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from boost.config import TrainConfig
 from boost.data.sidefile import NAME, FileRecord, SideFile, SplitRecord, read_side_file
 from boost.errors import UserError
 
@@ -214,3 +215,16 @@ def _fingerprint(side: SideFile) -> str:
         if split is not None:
             lines.append(f"{name} {split.token_file.sha256} {split.document_file.sha256}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def open_dataset(config: TrainConfig) -> Dataset:
+    """The dataset that a configuration names, checked against its model and sequence length.
+
+    Raises:
+        UserError: `data.path` is not set, or as `Dataset.open`.
+    """
+    if config.data.path is None:
+        raise UserError("data.path", "is not set", hint="prepare a dataset with `boost data prepare`")
+    return Dataset.open(
+        config.data.path, vocab_size=config.model.vocab_size, sequence_length=config.train.sequence_length
+    )

@@ -32,9 +32,7 @@ def load_model(
     return model_from(open_checkpoint(checkpoint), dtype=dtype, device=device)
 
 
-def model_from(
-    opened: Checkpoint, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> Decoder:
+def model_from(opened: Checkpoint, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
     """As `load_model`, from an opened checkpoint."""
     stored = torch.float64 if opened.tensors["parameter", "norm.weight"].dtype == "F64" else torch.float32
     dtype = dtype or stored

@@ -19,9 +19,7 @@ def attention(q_TQ: Tensor, k_TQ: Tensor, v_TQ: Tensor, head_size: int, layer: i
     Returns:
         [T, heads * head_size].
     """
-    q, k, v = (
-        x.view(context.batch, context.sequence, -1, head_size).transpose(1, 2) for x in (q_TQ, k_TQ, v_TQ)
-    )
+    q, k, v = (x.view(context.batch, context.sequence, -1, head_size).transpose(1, 2) for x in (q_TQ, k_TQ, v_TQ))
     q, k = rotate(q, context.cos_SK, context.sin_SK), rotate(k, context.cos_SK, context.sin_SK)
     earlier = 0
     if context.cache is not None:
@@ -30,7 +28,5 @@ def attention(q_TQ: Tensor, k_TQ: Tensor, v_TQ: Tensor, head_size: int, layer: i
     # With a cache, tokens are fed one at a time after the prompt: a single query sees every key.
     if earlier and context.sequence > 1:
         raise ValueError(f"a cache of {earlier} tokens can be extended by one token at a time, not {context.sequence}")
-    y = F.scaled_dot_product_attention(
-        q, k, v, is_causal=context.sequence > 1, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=context.sequence > 1, enable_gqa=q.shape[1] != k.shape[1])
     return y.transpose(1, 2).reshape(context.batch * context.sequence, -1)

@@ -56,24 +56,30 @@ class Decoder(nn.Module):
         block = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
         table = (model.vocab_size, model.hidden_size, model.init_std, tp, master)
-        output = "shard" if self.hidden_sharded else "whole"
+        self.embedding: HiddenShardedEmbedding | VocabShardedTable
         if self.hidden_sharded and not model.tie_embeddings:
-            self.embedding: nn.Module = HiddenShardedEmbedding(*table)
+            self.embedding = HiddenShardedEmbedding(*table)
         else:
-            self.embedding = VocabShardedTable("embedding.weight", *table, output)
+            self.embedding = VocabShardedTable("embedding.weight", *table, "shard" if self.hidden_sharded else "whole")
         self.blocks = nn.ModuleList(block(model, parallel, layer, tp, master) for layer in range(model.layers))
         self.norm = Gain("norm.weight", model.hidden_size, master)
-        self.head = self.embedding if model.tie_embeddings else VocabShardedTable("head.weight", *table)
+        if model.tie_embeddings:
+            assert isinstance(self.embedding, VocabShardedTable)
+            self.head = self.embedding
+        else:
+            self.head = VocabShardedTable("head.weight", *table)
 
     def forward(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Token ids [batch, sequence] to logits [batch, sequence, vocab], in `dtype`.
+        """Token ids [batch, sequence] to logits [batch, sequence, vocab], in `dtype`; differentiable at tp = 1 only.
 
         With a cache, positions continue after the tokens it holds and it grows by the new ones.
         """
         h_TD = self.hidden(input_ids, cache=cache)
         logits_Tv = h_TD @ self.head.weight.to(h_TD.dtype).t()
-        logits_TV = gather_last(logits_Tv, self.tp)[:, : self.model.vocab_size]
-        return logits_TV.unflatten(0, input_ids.shape)
+        if self.tp.size > 1:
+            # Every rank then sees all logits, so the sum in `gather_last`'s backward would count them tp times.
+            logits_Tv = gather_last(logits_Tv.detach(), self.tp)
+        return logits_Tv[:, : self.model.vocab_size].unflatten(0, input_ids.shape)
 
     def loss(self, input_ids: Tensor, labels: Tensor, samples: Sequence[int] = ()) -> Tensor:
         """The sum of the losses of all tokens whose label is not -100, a scalar in fp32 or fp64.
@@ -85,19 +91,13 @@ class Decoder(nn.Module):
         h_TD = self.hidden(input_ids, samples=samples)
         return head_loss(h_TD, self.head.real_rows(), labels.reshape(-1), self.head.start, self.tp)
 
-    def hidden(
-        self, input_ids: Tensor, *, samples: Sequence[int] = (), cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, *, samples: Sequence[int] = (), cache: KeyValueCache | None = None) -> Tensor:
         """Normalised hidden states of all tokens, [T, D], equal on every rank."""
         context = self._context(input_ids, samples, cache)
-        x_Td = self._embed(input_ids.reshape(-1))
+        x_Td = self.embedding(input_ids.reshape(-1), self.dtype)
         for block in self.blocks:
             x_Td = block(x_Td, context)
         return self._final_norm(x_Td)
-
-    def _embed(self, ids_T: Tensor) -> Tensor:
-        embed = self.embedding.lookup if isinstance(self.embedding, VocabShardedTable) else self.embedding
-        return embed(ids_T, self.dtype)
 
     def _final_norm(self, x_Td: Tensor) -> Tensor:
         """The final norm, then the head's backward sum.

@@ -37,7 +37,7 @@ class VocabShardedTable(Sharded):
 
     Args:
         name: canonical name.
-        output: what `lookup` returns: "whole" the hidden vector on every rank (an all-reduce), "shard" this
+        output: what a lookup returns: "whole" the hidden vector on every rank (an all-reduce), "shard" this
             rank's shard of it (a reduce-scatter).
     """
 
@@ -64,7 +64,7 @@ class VocabShardedTable(Sharded):
         """The rows of this rank that are not padding, [v, D]."""
         return self.weight[: self.rows]
 
-    def lookup(self, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
         """ids [T] to [T, D], or to this rank's [T, d]: rows of other ranks count as zero, then a sum over ranks."""
         if self.tp.size == 1:
             return F.embedding(ids_T, self.weight).to(dtype)

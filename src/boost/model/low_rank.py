@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from boost.parallel.mesh import Group
-from boost.parallel.sharding import Init, Part, Sharded, exact_share, padded_share
+from boost.parallel.sharding import Init, Part, Sharded, padded_share
 
 Split = Literal["wide", "rank"]  # which dimension of a factor is sharded over tp
 
@@ -160,9 +160,12 @@ class Pairs(nn.Module):
     ) -> None:
         super().__init__()
         groups = [list(linears)] if grouped else [[linear] for linear in linears]
-        self.downs = nn.ModuleList(Down(group, rank, tp, down_split, dtype) for group in groups)
-        self.ups = nn.ModuleList(
-            nn.ModuleList(Up(run, rank, tp, up_split, dtype) for run in _equal_outputs(group)) for group in groups
+        self.downs = cast(Sequence[Down], nn.ModuleList(Down(group, rank, tp, down_split, dtype) for group in groups))
+        self.ups = cast(
+            Sequence[Sequence[Up]],
+            nn.ModuleList(
+                nn.ModuleList(Up(run, rank, tp, up_split, dtype) for run in _equal_outputs(group)) for group in groups
+            ),
         )
 
     def up(self, h: Sequence[Tensor]) -> list[Tensor]:
@@ -190,6 +193,3 @@ def _equal_outputs(linears: Sequence[Linear]) -> list[list[Linear]]:
         else:
             runs.append([linear])
     return runs
-
-
-__all__ = ["Down", "Linear", "Pairs", "Up", "exact_share", "factor_std"]

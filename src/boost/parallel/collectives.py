@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from boost.parallel.mesh import Group
 
@@ -147,7 +148,7 @@ def scatter_last(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _ScatterLast.apply(x, group)
 
 
-# --- The bridge of Online RMSNorm: partial products and the norm statistic in one all-reduce ---------------------------
+# --- The bridge of Online RMSNorm: partial products and the norm statistic in one all-reduce ---
 
 
 def statistic_elements(group: Group, dtype: torch.dtype) -> int:
@@ -211,7 +212,7 @@ def online_bridge(partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Ten
     return _OnlineBridge.apply(partial_TR, norm_T, group)
 
 
-# --- Counting ---------------------------------------------------------------------------------------------------------
+# --- Counting ---
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class _Counter(TorchDispatchMode):
             self._add(name, args[0])
 
     def _add(self, name: str, tensors: Any) -> None:
-        flat = [tensors] if isinstance(tensors, Tensor) else [t for t in torch.utils._pytree.tree_leaves(tensors)]
+        flat = [tensors] if isinstance(tensors, Tensor) else tree_leaves(tensors)
         sizes = [(t.numel(), t.numel() * t.element_size()) for t in flat if isinstance(t, Tensor)]
         self.seen.append(Collective(name, sum(n for n, _ in sizes), sum(b for _, b in sizes)))
 

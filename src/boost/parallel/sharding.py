@@ -138,9 +138,7 @@ def initialize(model: nn.Module, seed: int, group: Group) -> None:
         for part in parts:
             share = part.view(parameter, group)
             value = draw(part, seed, parameter.dtype)
-            box = tuple(
-                slice(o, o + n) for o, n in zip(part.offsets(parameter, group), share.shape, strict=True)
-            )
+            box = tuple(slice(o, o + n) for o, n in zip(part.offsets(parameter, group), share.shape, strict=True))
             share.copy_(value[box])
 
 

@@ -89,9 +89,7 @@ def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -
     memory = 4 * master * count / mesh.tp.size / 2**20
     kind = model.linear if model.rank is None else f"{model.linear}, rank {model.rank}"
     accumulation = train.global_batch_size // (mesh.dp.size * train.micro_batch_size)
-    logger.info(
-        "model: %s parameters, %d layers, hidden %d (%s)", f"{count:,}", model.layers, model.hidden_size, kind
-    )
+    logger.info("model: %s parameters, %d layers, hidden %d (%s)", f"{count:,}", model.layers, model.hidden_size, kind)
     logger.info(
         "layout: %s, tp %d x pp %d x dp %d on %s, %s",
         config.layout,

@@ -12,7 +12,7 @@ import torch
 
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
 from boost.config import TrainConfig
-from boost.data.dataset import Dataset
+from boost.data.dataset import Dataset, open_dataset
 from boost.errors import NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
@@ -47,12 +47,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
         Preempted: the run was asked to stop and has saved its state.
     """
     main = mesh.world.rank == 0
-    if config.data.path is None:
-        raise UserError("data.path", "is not set", hint="prepare a dataset with `boost data prepare`")
-
-    dataset = Dataset.open(
-        config.data.path, vocab_size=config.model.vocab_size, sequence_length=config.train.sequence_length
-    )
+    dataset = open_dataset(config)
     batches = Batches(dataset.train, config, mesh.dp)
     model = build_model(config, mesh)
     optimizer = build_adamw(model, config.optimizer)
@@ -65,7 +60,9 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
         run.write_config(config.to_yaml())
         run.rewind_metrics(start)
         log_summary(config, mesh, dataset, start)
-    writer = MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
+    writer = (
+        MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
+    )
 
     def save(step: int) -> None:
         began = time.perf_counter()
@@ -135,10 +132,12 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
 
     if writer is not None:
         writer.close()
-        for path in write_plots(run.read_metrics(), run.path / "plots"):
+        for path in write_plots(run.read_metrics(), run.path / "plots") if config.logging.plots else ():
             logger.info("plot %s", path)
     if stopped:
-        raise Preempted(f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here")
+        raise Preempted(
+            f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here"
+        )
     logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
 
 

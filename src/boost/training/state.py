@@ -90,7 +90,9 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, tp: Group, *, cast: b
     extra = checkpoint.unused(targets, kinds=["parameter"])
     if extra:
         raise UserError(
-            str(checkpoint.path), f"the model has no parameter {extra[0]}", hint="use the checkpoint's own model section"
+            str(checkpoint.path),
+            f"the model has no parameter {extra[0]}",
+            hint="use the checkpoint's own model section",
         )
     checkpoint.load(targets, cast=cast)
 

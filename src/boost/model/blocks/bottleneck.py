@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
-from boost.model.low_rank import Pairs
+from boost.model.low_rank import Linear, Pairs
 from boost.model.norm import Gain, statistic_dtype
 from boost.parallel.collectives import online_bridge, sum_backward, sum_both, sum_forward
 from boost.parallel.mesh import Group
@@ -47,12 +47,14 @@ class BottleneckBlock(nn.Module):
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        assert model.rank is not None
+        rank = model.rank
+        assert rank is not None
         self.model, self.layer, self.tp = model, layer, tp
         self.online = parallel.norm == "online"
+        self.act, self.gate_act = ACTIVATIONS[model.bottleneck_activation], ACTIVATIONS[model.gate_activation]
 
-        def pairs(linears: Sequence, grouped: bool = False) -> Pairs:
-            return Pairs(linears, model.rank, tp, grouped=grouped, down_split="wide", up_split="wide", dtype=dtype)
+        def pairs(linears: Sequence[Linear], grouped: bool = False) -> Pairs:
+            return Pairs(linears, rank, tp, grouped=grouped, down_split="wide", up_split="wide", dtype=dtype)
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)
@@ -85,9 +87,7 @@ class BottleneckBlock(nn.Module):
 
     def chunk_down(self, z: Sequence[Tensor]) -> list[Partial]:
         gate_Tf, up_Tf = self.gate_up.up(self.latents(z))
-        if self.model.gate_activation == "silu":
-            gate_Tf = F.silu(gate_Tf)
-        return [Partial(self.down.downs[0](gate_Tf * up_Tf))]
+        return [Partial(self.down.downs[0](self.gate_act(gate_Tf) * up_Tf))]
 
     def norm_and_down(self, x_Td: Tensor, gain: Gain, pairs: Pairs) -> list[Partial]:
         """RMSNorm and the A after it, on this rank's shard of x.
@@ -121,8 +121,7 @@ class BottleneckBlock(nn.Module):
 
     def latents(self, z: Sequence[Tensor]) -> list[Tensor]:
         """act(z), with its gradient summed over the ranks' shards of whatever B makes of it."""
-        act = F.silu if self.model.bottleneck_activation == "silu" else nn.Identity()
-        return [sum_backward(act(z_TR), self.tp) for z_TR in z]
+        return [sum_backward(self.act(z_TR), self.tp) for z_TR in z]
 
     def add_branch(self, x_Td: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""

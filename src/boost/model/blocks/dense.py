@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
@@ -37,9 +38,7 @@ class ColumnParallel(Sharded):
         weight, bias, start = [], [], 0
         for linear, width in zip(self.linears, self.widths, strict=True):
             rows = (slice(start, start + width),)
-            weight.append(
-                Part(f"{linear.name}.weight", (linear.d_out, linear.d_in), Init("normal", self.std), 0, rows)
-            )
+            weight.append(Part(f"{linear.name}.weight", (linear.d_out, linear.d_in), Init("normal", self.std), 0, rows))
             bias.append(Part(f"{linear.name}.bias", (linear.d_out,), Init("zeros"), 0, rows))
             start += width
         return {"weight": tuple(weight), "bias": tuple(bias)}
@@ -78,6 +77,7 @@ class DenseBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.layer, self.tp = model, layer, tp
+        self.gate_act = ACTIVATIONS[model.gate_activation]
 
         def columns(linears: Sequence[Linear]) -> nn.ModuleList:
             groups = [linears] if parallel.group_linears else [[linear] for linear in linears]
@@ -100,9 +100,7 @@ class DenseBlock(nn.Module):
 
         h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
         gate_Tf, up_Tf = self.columns(self.gate_up, h_TD)
-        if self.model.gate_activation == "silu":
-            gate_Tf = F.silu(gate_Tf)
-        return x_TD + context.drop(self.down(gate_Tf * up_Tf), self.layer, "mlp", None)
+        return x_TD + context.drop(self.down(self.gate_act(gate_Tf) * up_Tf), self.layer, "mlp", None)
 
     def columns(self, columns: nn.ModuleList, h_TD: Tensor) -> list[Tensor]:
         """The outputs of column-parallel linears that read h, whose gradient is summed once for all of them."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
@@ -33,12 +33,14 @@ class VanillaBlock(nn.Module):
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        assert model.rank is not None
+        rank = model.rank
+        assert rank is not None
         self.model, self.layer, self.tp = model, layer, tp
+        self.act, self.gate_act = ACTIVATIONS[model.bottleneck_activation], ACTIVATIONS[model.gate_activation]
         self.sharded_heads = parallel.tensor_layout == "vanilla_sharded_heads"
 
         def pairs(linears: Sequence[Linear], grouped: bool = False) -> Pairs:
-            return Pairs(linears, model.rank, tp, grouped=grouped, down_split="rank", up_split="rank", dtype=dtype)
+            return Pairs(linears, rank, tp, grouped=grouped, down_split="rank", up_split="rank", dtype=dtype)
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)
@@ -60,9 +62,7 @@ class VanillaBlock(nn.Module):
 
         h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
         gate_TF, up_TF = self.pairs(self.gate_up, h_TD)
-        if self.model.gate_activation == "silu":
-            gate_TF = F.silu(gate_TF)
-        (y_TD,) = self.pairs(self.down, gate_TF * up_TF)
+        (y_TD,) = self.pairs(self.down, self.gate_act(gate_TF) * up_TF)
         return x_TD + context.drop(y_TD, self.layer, "mlp", None)
 
     def pairs(
@@ -74,13 +74,12 @@ class VanillaBlock(nn.Module):
             scatter_heads: a reduce-scatter instead of an all-reduce after B.
             complete_gradient: the operation before already sums x's gradient over ranks.
         """
-        act = F.silu if self.model.bottleneck_activation == "silu" else nn.Identity()
         latents = []
         for down in pairs.downs:
             x = x_TI if complete_gradient else sum_backward(x_TI, self.tp)
-            latents.append(act(down(x)))
+            latents.append(self.act(down(x)))
         outputs: list[Tensor] = []
-        ups: list[Up] = [up for group in pairs.ups for up in group]
+        ups = [up for group in pairs.ups for up in group]
         for up, partial_GTO in zip(ups, pairs.up_grouped(latents), strict=True):
             if scatter_heads:
                 # The bias belongs to whole outputs: this rank adds its heads' share of it.

@@ -16,7 +16,8 @@ def build_adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW
 
     Matrices are decayed; norm gains and biases only with `decay_norms`.
     """
-    decayed, spared = [], []
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
     for parameter, parts in described(model):
         (decayed if config.decay_norms or parts[0].decayed else spared).append(parameter)
     groups = [

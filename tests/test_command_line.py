@@ -1,0 +1,254 @@
+"""The command line as a user meets it: exit codes, the last line of standard error, signals, kills, locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from boost.checkpoint.store import latest, open_checkpoint
+from tests.training.conftest import dataset, settings  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.slow
+
+
+def boost(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "boost", *arguments], capture_output=True, text=True, timeout=240, **options
+    )
+
+
+@pytest.fixture
+def config_file(settings: dict[str, Any], tmp_path: Path) -> Path:  # noqa: F811
+    """A run over two processes, long enough to be interrupted; a checkpoint every 20 steps."""
+    settings["train"] |= {"steps": 200, "precision": "fp32"}
+    settings["checkpoint"] |= {"every": 20, "keep": 0}
+    settings["parallel"] = {"tp": 2, "timeout_seconds": 60}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def status(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "status.json").read_text())
+
+
+def wait_for_step(directory: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = records(directory)
+        if found and found[-1]["step"] >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError("the run did not get there in time")
+
+
+def children(pid: int) -> list[int]:
+    """Process ids below `pid`, in no order."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    below, frontier = [], [pid]
+    while frontier:
+        frontier = [child for child, parent in found.items() if parent in frontier]
+        below += frontier
+    return below
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank to pid of the launcher's ranks."""
+    ranks = {}
+    for pid in children(process.pid):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ranks.update({int(item[5:]): pid for item in environment if item.startswith(b"RANK=")})
+    return ranks
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Starts a command in the background and makes sure that nothing of it is left."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "boost", *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        for pid in [process.pid, *children(process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.communicate()
+
+
+def test_interrupted_and_resumed_runs_are_bit_identical(config_file: Path, tmp_path: Path, start: Any) -> None:
+    """SIGTERM, then `kill -9` of one rank, each followed by the same command: the losses and the final state of one
+    uninterrupted run."""
+    whole = boost("train", str(config_file), f"run.dir={tmp_path / 'whole'}")
+    assert whole.returncode == 0, whole.stderr
+    assert status(tmp_path / "whole") == {"status": "done", "step": 200, "exit_code": 0, "cause": ""}
+
+    parts = tmp_path / "parts"
+    command = ("train", str(config_file), f"run.dir={parts}")
+    process = start(*command)
+    wait_for_step(parts, 30, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    stopped = status(parts)
+    assert stopped["status"] == "preempted"
+    assert stopped["exit_code"] == 75
+    assert errors.strip().splitlines()[-1].startswith("error: run.dir: stopped by a signal after step")
+    assert latest(parts / "checkpoints") == parts / "checkpoints" / f"step-{stopped['step']}"
+    assert stopped["step"] < 200
+
+    process = start(*command)
+    wait_for_step(parts, stopped["step"] + 30, process)
+    ranks = ranks_of(process)
+    assert sorted(ranks) == [0, 1]
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert process.returncode == 3, errors
+    assert errors.strip().splitlines()[-1].startswith("error: rank 1: killed by SIGKILL")
+    assert status(parts)["exit_code"] == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+    last = boost(*command)
+    assert last.returncode == 0, last.stderr
+    assert "resuming from" in last.stdout
+
+    def losses(directory: Path) -> list[float]:
+        return [record["loss"] for record in records(directory)]
+
+    assert losses(parts) == losses(tmp_path / "whole")
+    hashes = [open_checkpoint(run / "checkpoints").state_hash for run in (parts, tmp_path / "whole")]
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["train", "{config}", "optimizer.lrr=1"], ["command line", "optimizer.lrr", "optimizer.lr"]),
+        (["train", "{config}", "data.path=/nowhere"], ["/nowhere"]),
+        (["train", "{config}", "model.heads=6", "model.head_size=8", "parallel.tp=4"], ["parallel.tp", "model.heads"]),
+        (["train", "no-such-file.yaml"], ["no-such-file.yaml"]),
+        (["train", "quickstrt"], ["quickstrt", "quickstart"]),
+        (["train", "{config}", "parallel.pp=2"], ["parallel.pp", "not available"]),
+        (["train"], ["command line", "config"]),
+        (["generate", "nowhere", "--prompt", "x"], ["nowhere"]),
+        (["data", "prepare", "missing.txt", "--out", "out", "--tokenizer", "bpe4096"], ["missing.txt"]),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(config_file: Path, tmp_path: Path, arguments: list[str], names: list[str]) -> None:
+    """Exit code 2 within 10 seconds, nothing on standard error but lines that name the mistake."""
+    began = time.monotonic()
+    result = boost(*(argument.format(config=config_file) for argument in arguments), cwd=tmp_path)
+    assert time.monotonic() - began < 10
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    for name in names:
+        assert name in line
+
+
+def test_all_mistakes_are_reported_at_once(config_file: Path) -> None:
+    result = boost("train", str(config_file), "optimizer.lr=-1", "model.layers=x", "train.step=3")
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 3
+
+
+def test_numerics_end_with_4(config_file: Path, tmp_path: Path) -> None:
+    result = boost("train", str(config_file), "optimizer.lr=1e30", "schedule.warmup_steps=0")
+    assert result.returncode == 4, result.stderr
+    assert "is nan" in result.stderr or "is inf" in result.stderr
+    found = status(tmp_path / "run")
+    assert (found["status"], found["exit_code"]) == ("failed", 4)
+    assert "NumericsError" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_one_run_at_a_time(config_file: Path, tmp_path: Path, start: Any) -> None:
+    first = start("train", str(config_file))
+    wait_for_step(tmp_path / "run", 1, first)
+    second = boost("train", str(config_file), "parallel.tp=1")
+    assert second.returncode == 2
+    assert "is in use by another run" in second.stderr
+    assert first.poll() is None, "the first run goes on"
+
+
+def test_torchrun_starts_the_same_run(config_file: Path, tmp_path: Path) -> None:
+    """Under torchrun the command uses the ranks it finds; a wrong number of them is a mistake of the user."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = ["-m", "boost", "train", str(config_file), "train.steps=3"]
+    result = subprocess.run([*launcher, "2", *command], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    plain = boost("train", str(config_file), "train.steps=3", f"run.dir={tmp_path / 'plain'}")
+    assert plain.returncode == 0
+    assert [r["loss"] for r in records(tmp_path / "run")] == [r["loss"] for r in records(tmp_path / "plain")]
+    wrong = subprocess.run(
+        [*launcher, "1", *command, f"run.dir={tmp_path / 'wrong'}"], capture_output=True, text=True, timeout=120
+    )
+    assert wrong.returncode == 1
+    assert "pp*dp*tp = 1*1*2 = 2, got WORLD_SIZE = 1" in wrong.stderr
+    assert status(tmp_path / "wrong")["exit_code"] == 2
+
+
+def test_print_config_can_be_trained(config_file: Path, tmp_path: Path) -> None:
+    result = boost("train", str(config_file), "train.steps=2", "--print-config")
+    assert result.returncode == 0
+    (tmp_path / "resolved.yaml").write_text(result.stdout)
+    assert yaml.safe_load(result.stdout)["train"]["steps"] == 2
+    again = boost("train", str(tmp_path / "resolved.yaml"), "--print-config")
+    assert again.stdout == result.stdout
+
+
+def test_evaluate_and_generate(config_file: Path, tmp_path: Path) -> None:
+    """`boost eval` gives the validation loss of the run; `boost generate` gives the same text for the same seed."""
+    run = tmp_path / "run"
+    trained = boost("train", str(config_file), "train.steps=3", "train.validate_every=3")
+    assert trained.returncode == 0, trained.stderr
+    data = yaml.safe_load(config_file.read_text())["data"]["path"]
+    result = boost("eval", str(run), "--data", data)
+    assert result.returncode == 0, result.stderr
+    assert f"loss {records(run)[-1]['val_loss']:.4f}" in result.stdout
+    texts = {boost("generate", str(run), "--prompt", "the of", "--max-tokens", "8").stdout for _ in range(2)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("the of")
+    assert boost("generate", str(run), "--prompt", "").returncode == 2
+
+
+def test_help_documents_every_command() -> None:
+    listing = boost("--help").stdout
+    for command in ("train", "data", "generate", "eval"):
+        assert command in listing
+        assert boost(command, "--help").returncode == 0

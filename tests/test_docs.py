@@ -1,0 +1,184 @@
+"""The documents are true: their commands run, their configurations load, their links lead somewhere, nothing is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from boost.cli import app
+from boost.config import NOT_AVAILABLE, TrainConfig, preset_names
+
+ROOT = Path(__file__).parent.parent
+MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*MANUAL, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))]
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+per_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its lines, the line it starts on, and the HTML comment on the line before."""
+
+    language: str
+    code: str
+    line: int
+    comment: str
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    text = document.read_text(encoding="utf-8")
+    for match in re.finditer(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, match.start(2)) + 1
+        yield Block(match[2], match[3], line, match[1] or "")
+
+
+def manual_blocks(language: str) -> list[Any]:
+    return [
+        pytest.param(block, id=f"{document.name}:{block.line}")
+        for document in MANUAL
+        for block in blocks(document)
+        if block.language == language
+    ]
+
+
+def environment() -> dict[str, str]:
+    """This interpreter's `boost` first on PATH, one thread per process, and no rank inherited from outside."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**inherited, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", MANUAL, ids=lambda path: path.name)
+def test_commands_run(document: Path, tmp_path: Path) -> None:
+    """`bash` and `python` blocks, in order, in one folder; a `text` block marked as output is what came out."""
+    printed = None
+    for block in blocks(document):
+        where = f"{document.name}:{block.line}"
+        if block.comment.startswith("not run:"):
+            assert block.comment.removeprefix("not run:").strip(), f"{where} does not say why it is not run"
+        elif block.language in ("bash", "python"):
+            command = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
+            done = subprocess.run(
+                [*command, block.code],
+                cwd=tmp_path,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0, f"{where}\n{done.stdout}\n{done.stderr}"
+            printed = done.stdout
+        elif block.comment == "output":
+            assert printed == block.code, where
+
+
+def test_most_commands_are_run() -> None:
+    """An exception in every document's commands, or a parser that finds no block, would make the test above empty."""
+    shell = [block for document in MANUAL for block in blocks(document) if block.language == "bash"]
+    skipped = [block for block in shell if block.comment.startswith("not run:")]
+    assert len(shell) >= 10
+    assert len(skipped) <= 4
+    fences = sum(document.read_text(encoding="utf-8").count("\n```") for document in MANUAL)
+    assert fences == 2 * sum(1 for document in MANUAL for _ in blocks(document))
+
+
+@pytest.mark.parametrize("block", manual_blocks("yaml"))
+def test_configurations_load(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "example.yaml"
+    path.write_text(block.code, encoding="utf-8")
+    TrainConfig.load(path)
+
+
+@per_document
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)\s#]+)", text) if not link.startswith(("http:", "https:", "mailto:"))]
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert not missing
+
+
+@per_document
+def test_every_document_can_be_reached(document: Path) -> None:
+    if document.name != "README.md":
+        assert f"({document.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def fields() -> dict[str, Any]:
+    """`section.field` to its part of the schema."""
+    return {
+        f"{section}.{name}": field
+        for section, part in TrainConfig.model_fields.items()
+        for name, field in part.annotation.model_fields.items()  # type: ignore[union-attr]
+    }
+
+
+def rows() -> dict[str, list[str]]:
+    """`section.field` to the other cells of its row in docs/configuration.md: values, default, meaning."""
+    found = re.findall(r"^\| `(\w+\.\w+)` \| (.*) \|$", CONFIGURATION, re.MULTILINE)
+    return {name: cells.split(" | ") for name, cells in found}
+
+
+def test_the_configuration_tables_have_every_field_and_no_other() -> None:
+    assert list(rows()) == list(fields())
+
+
+@pytest.mark.parametrize("name", fields())
+def test_a_fields_row_agrees_with_the_schema(name: str) -> None:
+    values, default, meaning = rows()[name]
+    field = fields()[name]
+    if field.is_required():
+        assert default == "required"
+    elif field.default_factory is not None:
+        assert default == "derived"
+    else:
+        shown = json.dumps(field.default)
+        assert default.strip("`") == shown.strip('"')
+    assert meaning
+    section, _, field_name = name.partition(".")
+    annotation: Any = TrainConfig.model_fields[section].annotation
+    choices = annotation.model_json_schema()["properties"][field_name].get("enum", [])
+    available = NOT_AVAILABLE.get(name, choices)
+    for choice in choices:
+        assert f"`{choice}`" + ("" if choice in available else "¹") in values.split(", ")
+    assert ("¹" in values) == (name in NOT_AVAILABLE)
+
+
+def test_every_preset_is_in_the_table() -> None:
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", CONFIGURATION, re.MULTILINE)) == preset_names()
+
+
+def options(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """(command, option) for every option of a command and of those below it."""
+    for parameter in command.params:
+        for option in (*parameter.opts, *parameter.secondary_opts):
+            if option.startswith("-"):
+                yield name, option
+    for below, inner in getattr(command, "commands", {}).items():
+        yield from options(inner, f"{name} {below}")
+
+
+def test_every_option_is_documented() -> None:
+    text = "\n".join(document.read_text(encoding="utf-8") for document in MANUAL)
+    known = list(options(typer.main.get_command(app), "boost"))
+    assert len(known) >= 20
+    missing = [(command, option) for command, option in known if not re.search(rf"`[^`\n]*{option}(?![\w-])", text)]
+    assert not missing
+
+
+def test_every_command_is_documented() -> None:
+    text = "\n".join(document.read_text(encoding="utf-8") for document in MANUAL)
+    commands = {command for command, _ in options(typer.main.get_command(app), "boost") if command != "boost"}
+    assert {command for command in commands if not re.search(rf"`?{command}\b", text)} == set()

@@ -1,0 +1,266 @@
+"""The loop: one trajectory whatever the layout, exact resume, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.config import TrainConfig
+from boost.data.prepare import prepare
+from boost.errors import NumericsError, UserError
+from boost.parallel.mesh import Mesh
+from boost.training.loop import train
+from boost.training.run_directory import RunDirectory
+from tests.training.conftest import with_changes
+from tests.training.runs import losses, metrics, run, state_hash
+
+Settings = dict[str, Any]
+
+
+def in_directory(settings: Settings, tmp_path: Path, name: str, **changes: Any) -> TrainConfig:
+    return with_changes(settings, run__dir=str(tmp_path / name), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel__tp": 2},
+        {"parallel__tp": 4, "parallel__group_linears": False},
+        {"parallel__dp": 2},
+        {"parallel__dp": 2, "parallel__tp": 2},
+        {"train__micro_batch_size": 1},
+        {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
+        {"parallel__tp": 2, "train__micro_batch_size": 2, "model__tie_embeddings": True},
+    ],
+    ids=str,
+)
+def test_every_layout_follows_one_trajectory(settings: Settings, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Loss, clipped gradient norm and data of each of 6 steps equal the single process's; so do the validations."""
+    tied = {name: value for name, value in changes.items() if name.startswith("model")}
+    common = {"train__validate_every": 3, **tied}
+    single = run(in_directory(settings, tmp_path, "single", **common))
+    other = run(in_directory(settings, tmp_path, "other", **common | changes))
+    assert [record["step"] for record in other] == [1, 2, 3, 4, 5, 6]
+    assert single[-1]["grad_norm"] > settings["optimizer"]["clip"], "clipping must be at work"
+    for record, reference in zip(other, single, strict=True):
+        assert record["batch_hash"] == reference["batch_hash"]
+        for name in ("loss", "grad_norm", "val_loss", "val_bits_per_byte"):
+            assert (name in record) == (name in reference)
+            if name in record:
+                assert record[name] == pytest.approx(reference[name], rel=1e-9), name
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2}, {"parallel__dp": 2}], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_is_bit_identical(settings: Settings, tmp_path: Path, layout: dict[str, Any], precision: str) -> None:
+    """4 + 4 + 4 steps over three starts equal 12 in one, dropout included."""
+    common = {
+        **layout,
+        "train__steps": 12,
+        "train__precision": precision,
+        "model__dropout": 0.1,
+        "checkpoint__every": 4,
+        "checkpoint__keep": 0,
+    }
+    whole = in_directory(settings, tmp_path, "whole", **common)
+    run(whole)
+    parts = in_directory(settings, tmp_path, "parts", **common)
+    run(parts)
+    for step in (4, 8):
+        # What a kill after a checkpoint leaves: metrics of later steps, no later checkpoint.
+        for later in range(step + 4, 13, 4):
+            shutil.rmtree(Path(parts.run.dir) / "checkpoints" / f"step-{later}", ignore_errors=True)
+        run(parts)
+        assert losses(parts) == losses(whole)
+        assert state_hash(parts) == state_hash(whole)
+    assert [record["step"] for record in metrics(parts)] == list(range(1, 13))
+
+
+def test_state_survives_a_change_of_layout(settings: Settings, tmp_path: Path) -> None:
+    """Saved at tp 2, loaded and saved again at tp 4, dp 2 and tp 1 ungrouped: the same hash each time."""
+    config = in_directory(settings, tmp_path, "run", parallel__tp=2)
+    run(config)
+    before = state_hash(config)
+    for changes in (
+        {"parallel__tp": 4},
+        {"parallel__dp": 2},
+        {"parallel__group_linears": False},
+        {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
+    ):
+        other = in_directory(settings, tmp_path, "other" + str(len(str(changes))), **changes, checkpoint__keep=0)
+        shutil.copytree(config.run.dir, other.run.dir)
+        run(other)  # nothing left to train: it loads and ends
+        assert state_hash(other) == before
+        longer = with_changes(
+            settings, run__dir=other.run.dir, train__steps=7, **changes, checkpoint__keep=0, optimizer__lr=1e-30
+        )
+        run(longer)
+        assert state_hash(longer, 6) == before
+        assert state_hash(longer, 7) != before, "the moments move"
+
+
+def test_initial_state_does_not_depend_on_the_layout(settings: Settings, tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [
+        {},
+        {"parallel__tp": 2},
+        {"parallel__tp": 4},
+        {"parallel__group_linears": False},
+        {"parallel__tp": 2, "parallel__group_linears": False},
+        {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
+        {"parallel__tp": 2, "parallel__tensor_layout": "vanilla_sharded_heads"},
+    ]
+    hashes = []
+    for number, changes in enumerate(layouts):
+        # Sizes that do not divide: rank 6 over 4 (vanilla), d_ff 43 and a vocabulary of 4097.
+        odd = {"model__ffn_size": 43, "model__vocab_size": 4097, "train__precision": "fp32"}
+        config = in_directory(settings, tmp_path, str(number), train__steps=0, **odd, **changes)
+        run(config)
+        hashes.append(state_hash(config))
+    assert len(set(hashes)) == 1
+
+
+def test_init_from_takes_weights_and_nothing_else(settings: Settings, tmp_path: Path) -> None:
+    first = in_directory(settings, tmp_path, "first", parallel__tp=2)
+    before = run(first)
+    second = in_directory(settings, tmp_path, "second", run__init_from=first.run.dir, train__precision="fp32")
+    after = run(second)
+    assert after[0]["step"] == 1
+    assert after[0]["batch_hash"] == before[0]["batch_hash"]
+    assert after[0]["loss"] < before[0]["loss"] - 0.5
+
+
+def test_metrics_have_the_documented_fields(settings: Settings, tmp_path: Path) -> None:
+    records = run(in_directory(settings, tmp_path, "run", train__validate_every=4))
+    names = {
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_seconds",
+        "tokens_per_second",
+        "model_flops_per_second",
+        "mfu",
+        "peak_memory_bytes",
+        "batch_hash",
+    }
+    for record in records:
+        assert names <= record.keys()
+        assert record["mfu"] is None, "a CPU's peak is unknown"
+        assert record["tokens"] == record["step"] * 64
+    assert [record["lr"] for record in records][:3] == [0.0, 0.005, 0.01]
+    assert [record["val_step"] for record in records if "val_loss" in record] == [0, 4, 6]
+    config = TrainConfig.load(str(tmp_path / "run" / "config.yaml"))
+    assert config.train.steps == 6, "config.yaml can be loaded as it is"
+
+
+def test_not_finite_stops_before_the_update(settings: Settings, tmp_path: Path) -> None:
+    config = in_directory(
+        settings, tmp_path, "run", optimizer__lr=1e300, schedule__warmup_steps=0, checkpoint__every=1, train__steps=9
+    )
+    with pytest.raises(NumericsError, match=r"step \d: (loss|grad_norm) is (nan|inf)"):
+        run(config)
+    last = metrics(config)[-1]["step"]
+    assert state_hash(config, last)
+    assert all(math.isfinite(loss) for loss in losses(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__rank": 8}, r"model\.rank: differs from the checkpoint .* \(expected 6, got 8\)"),
+        ({"model__rope_theta": 500.0}, r"model\.rope_theta: differs"),
+        ({"model__tie_embeddings": True}, r"model\.tie_embeddings: differs"),
+        ({"train__sequence_length": 8}, r"train\.sequence_length: differs"),
+        ({"train__global_batch_size": 8}, r"train\.global_batch_size: differs"),
+        ({"train__precision": "fp32"}, r"train\.precision: differs"),
+        ({"data__seed": 5}, r"data\.seed: differs"),
+        ({"run__resume": "false"}, r"run\.dir: .* holds checkpoints"),
+    ],
+    ids=str,
+)
+def test_resume_refuses_another_run(settings: Settings, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run(in_directory(settings, tmp_path, "run"))
+    with pytest.raises(UserError, match=message):
+        run(in_directory(settings, tmp_path, "run", **changes))
+
+
+def test_resume_refuses_other_data(settings: Settings, tmp_path: Path, dataset: Path) -> None:
+    run(in_directory(settings, tmp_path, "run"))
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    run(in_directory(settings, tmp_path, "run", data__path=str(copy)))  # the same data elsewhere is the same data
+    other = tmp_path / "other"
+    (tmp_path / "other.txt").write_text("nothing like it " * 400)
+    prepare([str(tmp_path / "other.txt")], other, "bpe4096")
+    with pytest.raises(UserError, match=r"data\.path: the dataset is not the one"):
+        run(in_directory(settings, tmp_path, "run", data__path=str(other)))
+
+
+def test_resume_accepts_a_longer_run_at_another_rate(settings: Settings, tmp_path: Path) -> None:
+    run(in_directory(settings, tmp_path, "run"))
+    records = run(in_directory(settings, tmp_path, "run", train__steps=9, optimizer__lr=1e-3))
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert records[-1]["lr"] < 1e-3
+
+
+def test_bf16_trains_close_to_fp32_with_fp32_masters(settings: Settings, tmp_path: Path) -> None:
+    reference = run(in_directory(settings, tmp_path, "fp32", train__precision="fp32", parallel__tp=2))
+    config = in_directory(settings, tmp_path, "bf16", train__precision="bf16", parallel__tp=2)
+    records = run(config)
+    for record, expected in zip(records, reference, strict=True):
+        assert record["loss"] == pytest.approx(expected["loss"], rel=5e-3)
+    manifest = json.loads((Path(config.run.dir) / "checkpoints" / "step-6" / "manifest.json").read_text())
+    assert {tensor["dtype"] for tensor in manifest["tensors"]} == {"F32"}
+    assert {tensor["kind"] for tensor in manifest["tensors"]} == {"parameter", "exp_avg", "exp_avg_sq"}
+
+
+def test_retention_keeps_the_newest(settings: Settings, tmp_path: Path) -> None:
+    config = in_directory(settings, tmp_path, "run", checkpoint__every=1, checkpoint__keep=2, train__steps=11)
+    run(config)
+    kept = sorted(path.name for path in (Path(config.run.dir) / "checkpoints").iterdir())
+    assert kept == ["step-10", "step-11"]
+
+
+def test_canonical_names_and_shapes(settings: Settings, tmp_path: Path) -> None:
+    """The names of the contract, whatever the layout that trained them."""
+    config = in_directory(settings, tmp_path, "run", train__steps=0, parallel__tp=2, model__kv_heads=2)
+    run(config)
+    manifest = json.loads((Path(config.run.dir) / "checkpoints" / "step-0" / "manifest.json").read_text())
+    shapes = {t["name"]: tuple(t["shape"]) for t in manifest["tensors"] if t["kind"] == "parameter"}
+    expected: dict[str, tuple[int, ...]] = {
+        "embedding.weight": (4096, 32),
+        "norm.weight": (32,),
+        "head.weight": (4096, 32),
+    }
+    for block in ("blocks.0", "blocks.1"):
+        for name, (d_in, d_out) in {
+            "attention.q": (32, 32),
+            "attention.k": (32, 16),
+            "attention.v": (32, 16),
+            "attention.o": (32, 32),
+            "mlp.gate": (32, 44),
+            "mlp.up": (32, 44),
+            "mlp.down": (44, 32),
+        }.items():
+            expected[f"{block}.{name}.down.weight"] = (6, d_in)
+            expected[f"{block}.{name}.up.weight"] = (d_out, 6)
+        expected[f"{block}.attention.norm.weight"] = expected[f"{block}.mlp.norm.weight"] = (32,)
+    assert shapes == expected
+
+
+def test_an_unset_dataset_is_named(settings: Settings, tmp_path: Path) -> None:
+    config = in_directory(settings, tmp_path, "run", data__path=None)
+    with pytest.raises(UserError, match=r"data\.path: is not set"):
+        train(config, Mesh(), RunDirectory(config.run.dir))
+
+
+def test_reading_ahead_changes_nothing(settings: Settings, tmp_path: Path) -> None:
+    plain = run(in_directory(settings, tmp_path, "plain"))
+    ahead = run(in_directory(settings, tmp_path, "ahead", data__num_workers=3))
+    assert [(r["loss"], r["batch_hash"]) for r in plain] == [(r["loss"], r["batch_hash"]) for r in ahead]
