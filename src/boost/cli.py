@@ -132,11 +132,11 @@ def evaluate(
 ) -> None:
     """Loss, perplexity and bits per byte over every token of a dataset's validation split."""
     from boost.checkpoint.store import open_checkpoint
+    from boost.checkpoint.weights import saved_config
     from boost.data.dataset import Dataset
     from boost.inference.evaluate import context_token
     from boost.inference.evaluate import evaluate as run
     from boost.inference.load import model_from
-    from boost.training.state import saved_config
 
     opened = open_checkpoint(checkpoint)
     config = saved_config(opened)

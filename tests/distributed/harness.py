@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, layout: tupl
         try:
             for _ in processes:
                 rank, ok, value = results.get()
-                (outcomes if ok else failures)[rank] = value
+                (outcomes if ok else failures)[rank] = pickle.loads(value)
                 if failures:
                     break
             if not failures:
@@ -78,11 +79,12 @@ def _rank(
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         mesh = build(*layout, torch.device("cpu"))
         value = function(mesh, *args)
-        results.put((rank, True, value))
+        # Bytes, because torch would send a tensor as a handle to memory that ends with this process.
+        results.put((rank, True, pickle.dumps(value)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        results.put((rank, False, traceback.format_exc()))
+        results.put((rank, False, pickle.dumps(traceback.format_exc())))
         os._exit(1)
 
 

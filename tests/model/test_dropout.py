@@ -48,7 +48,7 @@ def test_a_mask_repeats_whatever_the_generators_state() -> None:
 
 
 def test_every_place_has_its_own_mask() -> None:
-    """Masks differ by seed, sample, layer, site and shard, in about 2 p (1 - p) of the elements, as independent ones."""
+    """Masks differ by seed, sample, layer, site and shard, in about 2 p (1 - p) of the elements, as if independent."""
     places = list(itertools.product((1, 2), (7, 71), (0, 1), ("attention", "mlp"), (None, 0, 1)))
     masks = [mask([sample], layer, site, shard, seed=seed) > 0 for seed, sample, layer, site, shard in places]
     for one, other in itertools.combinations(range(len(places)), 2):

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer
 
 from boost.checkpoint.store import Checkpoint, open_checkpoint
+from boost.checkpoint.weights import load_weights, saved_config
 from boost.model.decoder import Decoder
 from boost.parallel.mesh import Group
-from boost.training.state import load_weights, saved_config
 
 
 def load_model(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
+from boost.checkpoint.weights import load_weights
 from boost.config import TrainConfig
 from boost.data.dataset import Dataset, open_dataset
 from boost.errors import NumericsError, Preempted, UserError
@@ -29,7 +30,7 @@ from boost.training.optimizers.adamw import build_adamw
 from boost.training.run_directory import RunDirectory
 from boost.training.schedule import lr_multiplier
 from boost.training.signals import StopRequest
-from boost.training.state import check_resumable, load_state, load_weights, save_state
+from boost.training.state import check_resumable, load_state, save_state
 
 logger = logging.getLogger("boost")
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from torch import nn
+from torch import Tensor, nn
 
-from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import Checkpoint, save
+from boost.checkpoint.weights import parameter_slices, saved_config
 from boost.config import TrainConfig
 from boost.errors import UserError
 from boost.parallel.collectives import barrier
 from boost.parallel.mesh import Group, Mesh
-from boost.parallel.sharding import described
 from boost.training.optimizers.adamw import MOMENTS
 
 logger = logging.getLogger("boost")
@@ -33,26 +31,8 @@ FREE_MODEL_FIELDS = ("dropout",)
 UNLOGGED = ("run", "logging")
 
 
-def parameter_slices(model: nn.Module, tp: Group, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Slice]:
-    """This rank's share of every canonical tensor: parameters, and moments where an optimiser is given."""
-    for parameter, parts in described(model):
-        held = {"parameter": parameter.detach()}
-        if optimizer is not None:
-            held |= {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
-        for part in parts:
-            offsets = part.offsets(parameter, tp)
-            for kind, tensor in held.items():
-                yield Slice(part.name, kind, part.shape, offsets, part.view(tensor, tp))
-
-
-def owned_slices(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer) -> Iterator[Slice]:
-    """The slices that this rank writes: replicas, over dp and of unsharded tensors over tp, are written once."""
-    if mesh.dp.rank > 0:
-        return
-    sharded = {part.name for _, parts in described(model) for part in parts if part.split is not None}
-    for piece in parameter_slices(model, mesh.tp, optimizer):
-        if piece.name in sharded or mesh.tp.rank == 0:
-            yield piece
+def _moments(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], dict[str, Tensor]]:
+    return lambda parameter: {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
 
 
 def save_state(
@@ -66,11 +46,13 @@ def save_state(
     tokenizer: bytes,
 ) -> Path:
     """Writes `root/step-{step}` from all ranks."""
+    # Data-parallel replicas are equal: the first writes.
+    slices = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True) if mesh.dp.rank == 0 else ()
     state = {"step": step, "optimizer_steps": step, "data_fingerprint": fingerprint}
     return save(
         root,
         step,
-        owned_slices(model, mesh, optimizer),
+        slices,
         state,
         files={"config.yaml": config.to_yaml().encode(), "tokenizer.json": tokenizer},
         rank=mesh.world.rank,
@@ -80,36 +62,12 @@ def save_state(
     )
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module, tp: Group, *, cast: bool = False) -> None:
-    """Fills the model's parameters.
-
-    Raises:
-        UserError: a tensor is missing, left over, or of another shape.
-    """
-    targets = list(parameter_slices(model, tp))
-    extra = checkpoint.unused(targets, kinds=["parameter"])
-    if extra:
-        raise UserError(
-            str(checkpoint.path),
-            f"the model has no parameter {extra[0]}",
-            hint="use the checkpoint's own model section",
-        )
-    checkpoint.load(targets, cast=cast)
-
-
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, tp: Group) -> int:
     """Fills parameters and optimiser state, and returns the number of steps taken."""
-    load_weights(checkpoint, model, tp)
-    checkpoint.load(parameter_slices(model, tp, optimizer))
+    checkpoint.load(parameter_slices(model, tp, _moments(optimizer)))
     for state in optimizer.state.values():
         state["step"].fill_(checkpoint.state["optimizer_steps"])
     return checkpoint.step
-
-
-def saved_config(checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration a checkpoint was trained with."""
-    content = yaml.safe_load(checkpoint.read_file("config.yaml"))
-    return TrainConfig.from_dict(content)
 
 
 def check_resumable(checkpoint: Checkpoint, config: TrainConfig, fingerprint: str) -> None:

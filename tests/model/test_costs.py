@@ -1,0 +1,86 @@
+"""The FLOPs formulas against torch's own counter on the operations that a model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from boost.config import ModelSection, ParallelSection
+from boost.model import costs
+from tests.models import build, model_section, tensors, tokens
+
+BATCH, SEQUENCE = 2, 12
+TOKENS = BATCH * SEQUENCE
+
+aten = torch.ops.aten
+GEMMS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "low-rank": {},
+    "low-rank-gqa-tied": {"kv_heads": 2, "tie_embeddings": True, "rank": 5, "layers": 3},
+    "dense": {"linear": "dense"},
+    "dense-gqa-tied": {"linear": "dense", "kv_heads": 1, "tie_embeddings": True, "layers": 3, "head_size": 10},
+}
+
+
+def attention_flops(model: ModelSection) -> float:
+    """The formula's attention term alone, per token: what is left of it without layers' linears and head."""
+    gemms = 2 * (model.layers * costs.block_linear_parameters(model) + model.vocab_size * model.hidden_size)
+    return costs.forward_flops_per_token(model, SEQUENCE) - gemms
+
+
+def addmm_flops(total: torch.Size, a: torch.Size, b: torch.Size, **_: Any) -> int:
+    """For the loss's in-place accumulation, which torch's counter does not know."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+def counted(model: ModelSection, parallel: ParallelSection, *, train: bool) -> int:
+    """FLOPs of all GEMMs of a forward to logits, or of a forward to the loss and its backward; no attention in it."""
+    decoder = build(model, parallel)
+    ids, labels = tokens(model, BATCH, SEQUENCE)
+    # torch's counter has no formula for the CPU's fused attention, so what it counts are the linears and the head.
+    counter = FlopCounterMode(display=False, custom_mapping={aten.addmm_: addmm_flops})
+    with counter, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        if train:
+            decoder.loss(ids, labels).backward()
+        else:
+            decoder(ids)
+    seen = counter.get_flop_counts()["Global"]
+    assert seen.keys() <= set(GEMMS), seen
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize(("layout", "grouped"), [("btp", True), ("vanilla", False)])
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_gemms_are_those_of_the_formula(changes: dict[str, Any], layout: Any, grouped: bool) -> None:
+    """Forward to logits, and forward and backward of the loss (three times as many): equal to the last FLOP."""
+    model = model_section(**changes)
+    parallel = ParallelSection(group_linears=grouped, tensor_layout=layout)
+    forward = TOKENS * (costs.forward_flops_per_token(model, SEQUENCE) - attention_flops(model))
+    assert counted(model, parallel, train=False) == forward
+    training = TOKENS * (costs.training_flops_per_token(model, SEQUENCE) - 3 * attention_flops(model))
+    assert counted(model, parallel, train=True) == training
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_attention_is_the_causal_half_of_what_the_plain_form_runs(changes: dict[str, Any]) -> None:
+    """q k^T and the product with v, as plain matrix products over the whole square, times (S + 1) / 2 S."""
+    model = model_section(**changes)
+    decoder = build(model)
+    ids, _ = tokens(model, BATCH, SEQUENCE)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        decoder(ids)
+    square = counter.get_total_flops() - counted(model, ParallelSection(), train=False)
+    assert square * (SEQUENCE + 1) / (2 * SEQUENCE) == pytest.approx(TOKENS * attention_flops(model), rel=1e-12)
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("biases", [True, False])
+def test_parameters_are_counted(changes: dict[str, Any], biases: bool) -> None:
+    """Every canonical tensor once: ties, GQA and biases included."""
+    model = model_section(**changes, attention_bias=biases, mlp_bias=biases)
+    assert costs.parameters(model) == sum(value.numel() for value in tensors(build(model)).values())

@@ -1,0 +1,43 @@
+"""Every preset is a model of the size that its source states, seen without allocating it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from boost.config import TrainConfig, preset_names
+from boost.model import costs
+from boost.model.decoder import Decoder
+from boost.parallel.sharding import canonical_names
+
+# Millions, as printed in the CoLA, LORO and GaLore tables and logs.
+SIZES = ("60m", "130m", "350m", "1b", "7b")
+LOW_RANK_MILLIONS = dict(zip(SIZES, ("42.77", "94.00", "185.22", "609.31", "2820.94"), strict=True))
+DENSE_MILLIONS = dict(zip(SIZES, ("58.07", "134.11", "367.97", "1339.08", "6738.42"), strict=True))
+PUBLISHED_MILLIONS = {f"llama-{size}": value for size, value in DENSE_MILLIONS.items()}
+PUBLISHED_MILLIONS |= {f"{kind}-{size}": LOW_RANK_MILLIONS[size] for kind in ("cola", "svd") for size in SIZES}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_has_its_published_size(name: str) -> None:
+    """Built on the meta device in seconds; the tensors it names add up to `costs.parameters` and the printed figure."""
+    model = TrainConfig.load(name).model
+    begin = time.perf_counter()
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    assert time.perf_counter() - begin < 5
+    assert all(parameter.is_meta for parameter in decoder.parameters())
+    total = sum(math.prod(shape) for shape in canonical_names(decoder).values())
+    assert total == sum(parameter.numel() for parameter in decoder.parameters())  # one process pads nothing
+    assert total == costs.parameters(model)
+    if name in PUBLISHED_MILLIONS:
+        assert f"{total / 1e6:.2f}" == PUBLISHED_MILLIONS[name]
+
+
+def test_every_published_figure_has_a_preset() -> None:
+    """None of the figures above goes unchecked."""
+    assert PUBLISHED_MILLIONS.keys() < set(preset_names())
+    assert len(PUBLISHED_MILLIONS) == 15

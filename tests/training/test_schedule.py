@@ -1,0 +1,40 @@
+"""Learning-rate multipliers against the published CoLA schedule, and the shapes' ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from boost.config import ScheduleSection
+from boost.training.schedule import lr_multiplier
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
+
+
+def test_cosine_is_the_published_one() -> None:
+    golden = GOLDEN["cola_cosine"]
+    schedule = ScheduleSection(warmup_steps=golden["params"]["warmup"], min_lr_ratio=golden["params"]["min_lr_ratio"])
+    steps = golden["params"]["steps"]
+    ours = [lr_multiplier(schedule, step, steps) for step in range(steps)]
+    assert ours == pytest.approx(golden["lr"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "end"), [("cosine", 0.2), ("linear", 0.2), ("constant", 1.0)])
+def test_ends(name: str, end: float) -> None:
+    schedule = ScheduleSection(name=name, warmup_steps=4, min_lr_ratio=0.2)
+    values = [lr_multiplier(schedule, step, 20) for step in range(40)]
+    assert values[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert values[20:] == pytest.approx([end] * 20), "past its end a schedule never rises again"
+    assert all(later <= earlier + 1e-12 for earlier, later in zip(values[4:], values[5:], strict=False))
+
+
+def test_linear_is_a_line() -> None:
+    schedule = ScheduleSection(name="linear", warmup_steps=0, min_lr_ratio=0.0)
+    assert [lr_multiplier(schedule, step, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_a_run_shorter_than_its_warm_up() -> None:
+    schedule = ScheduleSection(warmup_steps=100)
+    assert lr_multiplier(schedule, 5, 10) == 0.05
