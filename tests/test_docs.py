@@ -17,6 +17,7 @@ import typer
 
 from boost.cli import app
 from boost.config import NOT_AVAILABLE, TrainConfig, preset_names
+from boost.model.costs import parameters
 
 ROOT = Path(__file__).parent.parent
 MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -156,8 +157,16 @@ def test_a_fields_row_agrees_with_the_schema(name: str) -> None:
     assert ("¹" in values) == (name in NOT_AVAILABLE)
 
 
-def test_every_preset_is_in_the_table() -> None:
-    assert sorted(re.findall(r"^\| `([\w-]+)` \|", CONFIGURATION, re.MULTILINE)) == preset_names()
+def test_the_presets_table_agrees_with_the_presets() -> None:
+    found = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", CONFIGURATION, re.MULTILINE)
+    assert sorted(name for name, _ in found) == preset_names()
+    for name, cells in found:
+        config = TrainConfig.load(name)
+        model, train = config.model, config.train
+        sizes = [model.hidden_size, model.ffn_size, model.layers, model.heads, model.rank or "-"]
+        lengths = [train.sequence_length, train.global_batch_size, train.steps]
+        count = f"{parameters(model) / 1e6:,.2f} M"
+        assert cells.split(" | ")[1:] == [*map(str, sizes), count, *map(str, lengths)], name
 
 
 def options(command: Any, name: str) -> Iterator[tuple[str, str]]:
