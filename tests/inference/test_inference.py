@@ -75,9 +75,7 @@ def test_sampling_keeps_what_it_should() -> None:
 
 def test_loading_gives_the_trained_model(settings: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
     """From a padded tp = 2 checkpoint: the validation loss of the run, and its logits' cross-entropy."""
-    config = with_changes(
-        settings, parallel__tp=2, train__validate_every=6, model__ffn_size=43, model__vocab_size=4097
-    )
+    config = with_changes(settings, parallel__tp=2, train__validate_every=6, model__ffn_size=43, model__vocab_size=4097)
     run(config)
     model = boost.load_model(config.run.dir)
     opened = Dataset.open(settings["data"]["path"])

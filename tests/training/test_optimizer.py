@@ -62,7 +62,8 @@ def _norm_and_clipped(mesh: Mesh, layout: str, linear: str) -> tuple[float, dict
 
 
 @pytest.mark.parametrize(
-    ("layout", "linear"), [("btp", "low_rank"), ("vanilla", "low_rank"), ("vanilla_sharded_heads", "low_rank"), ("btp", "dense")]
+    ("layout", "linear"),
+    [("btp", "low_rank"), ("vanilla", "low_rank"), ("vanilla_sharded_heads", "low_rank"), ("btp", "dense")],
 )
 def test_norm_and_clipped_gradients_do_not_depend_on_tp(layout: str, linear: str) -> None:
     """Replicated parameters count once, shards are summed, on every rank alike."""

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Callable[[Tensor], Tensor]
+
 
 def _none(x: Tensor) -> Tensor:
     return x
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "none": _none}
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "none": _none}

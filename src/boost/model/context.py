@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from boost.parallel.overlap import WeightGradQueue
+
+Recompute = Literal["none", "block", "latent"]
 
 
 @dataclass
@@ -40,6 +45,8 @@ class Context:
         cache: keys and values of earlier tokens while generating, else None.
         dropout: the rate; 0 where the model is not training.
         seed, samples: with dropout, the run's seed and each sequence's global sample index.
+        recompute: what backward computes again instead of keeping it.
+        queue: takes weight gradients that can wait for an all-reduce to hide behind, or None.
     """
 
     batch: int
@@ -50,6 +57,8 @@ class Context:
     dropout: float = 0.0
     seed: int = 0
     samples: Sequence[int] = ()
+    recompute: Recompute = "none"
+    queue: WeightGradQueue | None = None
 
     def drop(self, x: Tensor, layer: int, site: str, shard: int | None) -> Tensor:
         """Dropout on x [T, n] with a mask that is a function of where it is applied, never of generator state.

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.norm import rms_norm
 from boost.model.blocks.bottleneck import BottleneckBlock
 from boost.model.blocks.dense import DenseBlock
 from boost.model.blocks.vanilla import VanillaBlock
-from boost.model.context import Context, KeyValueCache
+from boost.model.context import Context, KeyValueCache, Recompute
 from boost.model.embedding import HiddenShardedEmbedding, VocabShardedTable
 from boost.model.loss import head_loss
-from boost.model.norm import Gain, rms_norm
+from boost.model.norm import Gain
 from boost.model.rope import rope_tables
 from boost.parallel.collectives import gather_last, sum_backward
 from boost.parallel.mesh import Group
+from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.recompute import call, recompute_block
 
 
 class Decoder(nn.Module):
@@ -33,6 +36,8 @@ class Decoder(nn.Module):
         tp: the tensor-parallel group.
         dtype: of activations and GEMMs.
         master_dtype: of the parameters; fp32 beside bf16 activations.
+        recompute: "block" repeats whole blocks in backward, "latent" what lies between bottlenecks.
+        queue: takes weight gradients that wait for an all-reduce to hide behind; flush it after every backward.
         seed: of dropout masks.
 
     Parameters are empty until `boost.parallel.sharding.initialize` or a checkpoint fills them.
@@ -46,12 +51,15 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         master_dtype: torch.dtype | None = None,
+        recompute: Recompute = "none",
+        queue: WeightGradQueue | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         parallel, tp = parallel or ParallelSection(), tp or Group()
         master = master_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
         self.model, self.tp, self.dtype, self.seed = model, tp, dtype, seed
+        self.recompute, self.queue = recompute, queue
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
         block = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
@@ -95,8 +103,9 @@ class Decoder(nn.Module):
         """Normalised hidden states of all tokens, [T, D], equal on every rank."""
         context = self._context(input_ids, samples, cache)
         x_Td = self.embedding(input_ids.reshape(-1), self.dtype)
+        run = recompute_block if self.recompute == "block" else call
         for block in self.blocks:
-            x_Td = block(x_Td, context)
+            x_Td = run(block, x_Td, context)
         return self._final_norm(x_Td)
 
     def _final_norm(self, x_Td: Tensor) -> Tensor:
@@ -119,4 +128,15 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(
             start + sequence, self.model.head_size, self.model.rope_theta, self.dtype, input_ids.device
         )
-        return Context(batch, sequence, cos[start:], sin[start:], cache, dropout, self.seed, samples)
+        return Context(
+            batch,
+            sequence,
+            cos[start:],
+            sin[start:],
+            cache,
+            dropout=dropout,
+            recompute=self.recompute,
+            queue=self.queue,
+            seed=self.seed,
+            samples=samples,
+        )

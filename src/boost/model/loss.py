@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boost.model.norm import statistic_dtype
+from boost.kernels.norm import statistic_dtype
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Group
 

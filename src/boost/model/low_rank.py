@@ -16,7 +16,11 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from boost.kernels.projections import grouped_up, matmul
+from boost.model.activation import Activation
+from boost.parallel.collectives import sum_backward
 from boost.parallel.mesh import Group
+from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.sharding import Init, Part, Sharded, padded_share
 
 Split = Literal["wide", "rank"]  # which dimension of a factor is sharded over tp
@@ -76,12 +80,12 @@ class Down(Sharded):
             )
         }
 
-    def forward(self, x_Ti: Tensor) -> Tensor:
-        return x_Ti @ self.weight.to(x_Ti.dtype)
+    def forward(self, x_Ti: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
+        return matmul(x_Ti, self.weight, queue)
 
 
 class Up(Sharded):
-    """B of one or more linears of equal output width, as one batched GEMM: latents [T, G, r] to [G, T, o].
+    """B of one or more linears of equal output width, as one batched GEMM: latents h = act(z) [T, G, r] to [G, T, o].
 
     Args:
         linears: of equal output width.
@@ -123,12 +127,8 @@ class Up(Sharded):
         )
         return {"weight": weight, "bias": bias}
 
-    def forward(self, h_TGr: Tensor) -> Tensor:
-        weight = self.weight.to(h_TGr.dtype)
-        if len(self.linears) == 1:
-            y_GTo = (h_TGr[:, 0] @ weight[:, 0].t()).unsqueeze(0)
-        else:
-            y_GTo = torch.bmm(h_TGr.transpose(0, 1), weight.permute(1, 2, 0))
+    def forward(self, h_TGr: Tensor, z_TGr: Tensor, act: Activation, queue: WeightGradQueue | None = None) -> Tensor:
+        y_GTo = grouped_up(h_TGr, z_TGr, self.weight, act, queue)
         return self.add_bias(y_GTo) if self.split == "wide" else y_GTo
 
     def add_bias(self, y_GTo: Tensor) -> Tensor:
@@ -168,20 +168,24 @@ class Pairs(nn.Module):
             ),
         )
 
-    def up(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """Latents, one [T, G * r] per `Down`, to outputs, one [T, o] per linear."""
-        return [y for group in self.up_grouped(h) for y in group.unbind(0)]
+    def up(self, z: Sequence[Tensor], act: Activation, tp: Group, queue: WeightGradQueue | None = None) -> list[Tensor]:
+        """act and B: latents z, one [T, G * r] per `Down`, to one [G, T, o] per B GEMM.
 
-    def up_grouped(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """As `up`, but one [G, T, o] per B GEMM."""
+        With B sharded on its wide side, each rank makes another part of the output of the same latent, so the
+        latent's gradient is summed over the ranks.
+        """
         outputs = []
-        for h_TR, ups in zip(h, self.ups, strict=True):
+        for z_TR, ups in zip(z, self.ups, strict=True):
+            h_TR = act(z_TR)
+            if ups[0].split == "wide":
+                h_TR = sum_backward(h_TR, tp, queue)
             total = sum(len(up.linears) for up in ups)
-            h_TGr = h_TR.unflatten(-1, (total, -1))
+            h_TGr, z_TGr = (latent.unflatten(-1, (total, -1)) for latent in (h_TR, z_TR))
             start = 0
             for up in ups:
-                outputs.append(up(h_TGr[:, start : start + len(up.linears)]))
-                start += len(up.linears)
+                group = slice(start, start + len(up.linears))
+                outputs.append(up(h_TGr[:, group], z_TGr[:, group], act, queue))
+                start = group.stop
         return outputs
 
 

@@ -1,12 +1,9 @@
-"""RMSNorm where the hidden dimension is whole, and the statistic where it is sharded.
-
-Source: Zhang and Sennrich, 2019. Statistics are fp32, fp64 where the model is fp64.
-"""
+"""The gains of RMSNorms, whole or sharded over tp."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from boost.parallel.mesh import Group
 from boost.parallel.sharding import Init, Part, Sharded, exact_share
@@ -23,15 +20,3 @@ class Gain(Sharded):
 
     def parts(self) -> dict[str, tuple[Part, ...]]:
         return {"weight": (Part(self.name, (self.width,), Init("ones"), split=0 if self.sharded else None),)}
-
-
-def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of norm statistics and losses beside activations of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain over a whole hidden dimension, [T, D] to [T, D]."""
-    wide = x_TD.to(statistic_dtype(x_TD.dtype))
-    normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normalised.to(x_TD.dtype) * gain_D.to(x_TD.dtype)

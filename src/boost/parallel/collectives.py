@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from boost.parallel.mesh import Group
+from boost.parallel.overlap import WeightGradQueue
 
 # torch 2.13 renames both; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,13 +82,19 @@ class _SumForward(torch.autograd.Function):
 
 class _SumBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, queue: WeightGradQueue | None) -> Tensor:
+        ctx.group, ctx.queue = group, queue
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.queue is None:
+            return all_reduce(grad, ctx.group), None, None
+        total = grad.clone(memory_format=torch.contiguous_format)
+        under_way = dist.all_reduce(total, group=ctx.group.process_group, async_op=True)
+        ctx.queue.flush()
+        under_way.wait()
+        return total, None, None
 
 
 class _SumBoth(torch.autograd.Function):
@@ -128,9 +135,12 @@ def sum_forward(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _SumForward.apply(x, group)
 
 
-def sum_backward(x: Tensor, group: Group) -> Tensor:
-    """Identity forward, all-reduce backward: before an operation of which each rank does one shard."""
-    return x if group.size == 1 else _SumBackward.apply(x, group)
+def sum_backward(x: Tensor, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
+    """Identity forward, all-reduce backward: before an operation of which each rank does one shard.
+
+    Weight gradients in the queue are computed while the all-reduce is under way.
+    """
+    return x if group.size == 1 else _SumBackward.apply(x, group, queue)
 
 
 def sum_both(x: Tensor, group: Group) -> Tensor:

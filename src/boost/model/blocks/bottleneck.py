@@ -18,14 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.norm import divide_by_rms, statistic_dtype
+from boost.kernels.projections import norm_down
 from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear, Pairs
-from boost.model.norm import Gain, statistic_dtype
-from boost.parallel.collectives import online_bridge, sum_backward, sum_both, sum_forward
+from boost.model.norm import Gain
+from boost.parallel.collectives import online_bridge, sum_both, sum_forward
 from boost.parallel.mesh import Group
+from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.recompute import call, recompute_chunk
 
 
 class Partial(NamedTuple):
@@ -66,43 +70,45 @@ class BottleneckBlock(nn.Module):
         self.down = pairs([down])
 
     def forward(self, x_Td: Tensor, context: Context) -> Tensor:
-        z_qkv = self.bridge(self.chunk_qkv(x_Td))
-        z_o = self.bridge(self.chunk_attention(z_qkv, context))
-        x_Td, partials = self.chunk_gate_up(x_Td, z_o, context)
+        run = recompute_chunk if context.recompute == "latent" else call
+        z_qkv = self.bridge(self.chunk_qkv(x_Td, context))  # keeps x alone, nothing to recompute
+        z_o = self.bridge(run(self.chunk_attention, z_qkv, context))
+        x_Td, partials = run(self.chunk_gate_up, x_Td, z_o, context)
         z_gate_up = self.bridge(partials)
-        z_down = self.bridge(self.chunk_down(z_gate_up))
-        return self.add_branch(x_Td, self.down, z_down, "mlp", context)
+        z_down = self.bridge(run(self.chunk_down, z_gate_up, context))
+        return self.add_branch(x_Td, self.down, z_down, "mlp", context)  # keeps z alone
 
-    def chunk_qkv(self, x_Td: Tensor) -> list[Partial]:
-        return self.norm_and_down(x_Td, self.attention_norm, self.qkv)
+    def chunk_qkv(self, x_Td: Tensor, context: Context) -> list[Partial]:
+        return self.norm_and_down(x_Td, self.attention_norm, self.qkv, context.queue)
 
     def chunk_attention(self, z: Sequence[Tensor], context: Context) -> list[Partial]:
-        q_TQ, k_TQ, v_TQ = self.qkv.up(self.latents(z))
+        q_TQ, k_TQ, v_TQ = self.up(self.qkv, z, context)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
-        return [Partial(self.o.downs[0](y_TQ))]
+        return [Partial(self.o.downs[0](y_TQ, context.queue))]
 
     def chunk_gate_up(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
         x_Td = self.add_branch(x_Td, self.o, z, "attention", context)
-        return x_Td, self.norm_and_down(x_Td, self.mlp_norm, self.gate_up)
+        return x_Td, self.norm_and_down(x_Td, self.mlp_norm, self.gate_up, context.queue)
 
-    def chunk_down(self, z: Sequence[Tensor]) -> list[Partial]:
-        gate_Tf, up_Tf = self.gate_up.up(self.latents(z))
-        return [Partial(self.down.downs[0](self.gate_act(gate_Tf) * up_Tf))]
+    def chunk_down(self, z: Sequence[Tensor], context: Context) -> list[Partial]:
+        gate_Tf, up_Tf = self.up(self.gate_up, z, context)
+        return [Partial(self.down.downs[0](self.gate_act(gate_Tf) * up_Tf, context.queue))]
 
-    def norm_and_down(self, x_Td: Tensor, gain: Gain, pairs: Pairs) -> list[Partial]:
+    def norm_and_down(
+        self, x_Td: Tensor, gain: Gain, pairs: Pairs, queue: WeightGradQueue | None = None
+    ) -> list[Partial]:
         """RMSNorm and the A after it, on this rank's shard of x.
 
         Online: z = (sum_i (x_i * gain_i) A_i) / rms(x), and the division commutes with the sum because rms(x) is
         the same number on every rank. So the raw shard is multiplied, and the bridge divides.
         """
-        wide = statistic_dtype(x_Td.dtype)
-        gain_d = gain.weight.to(x_Td.dtype)
         if self.online:
-            norm_T = torch.linalg.vector_norm(x_Td, dim=-1, dtype=wide)
-            return [Partial(x_Td @ (gain_d.unsqueeze(-1) * down.weight.to(x_Td.dtype)), norm_T) for down in pairs.downs]
-        squares_T = sum_both(x_Td.to(wide).square().sum(-1), self.tp)
-        normalised = (x_Td.to(wide) * self.inverse_rms(squares_T)).to(x_Td.dtype) * gain_d
-        return [Partial(down(normalised)) for down in pairs.downs]
+            return [Partial(*norm_down(x_Td, gain.weight, down.weight, queue)) for down in pairs.downs]
+        wide = x_Td.to(statistic_dtype(x_Td.dtype))
+        squares_T = sum_both(wide.square().sum(-1), self.tp)
+        inverse = torch.rsqrt(squares_T / self.model.hidden_size + self.model.norm_eps)
+        normalised = (wide * inverse.unsqueeze(-1)).to(x_Td.dtype) * gain.weight.to(x_Td.dtype)
+        return [Partial(down(normalised, queue)) for down in pairs.downs]
 
     def bridge(self, partials: Sequence[Partial]) -> list[Tensor]:
         """Completes each partial product with one all-reduce: latents z_TR, equal on all ranks."""
@@ -112,18 +118,14 @@ class BottleneckBlock(nn.Module):
                 latents.append(sum_forward(product_TR, self.tp))
             else:
                 sum_TR, squares_T = online_bridge(product_TR, norm_T, self.tp)
-                latents.append((sum_TR * self.inverse_rms(squares_T)).to(product_TR.dtype))
+                latents.append(divide_by_rms(sum_TR, squares_T, self.model.hidden_size, self.model.norm_eps))
         return latents
 
-    def inverse_rms(self, squares_T: Tensor) -> Tensor:
-        """1 / sqrt(S / d + eps) per token, [T, 1], from the sum of squares over the whole hidden dimension."""
-        return torch.rsqrt(squares_T / self.model.hidden_size + self.model.norm_eps).unsqueeze(-1)
-
-    def latents(self, z: Sequence[Tensor]) -> list[Tensor]:
-        """act(z), with its gradient summed over the ranks' shards of whatever B makes of it."""
-        return [sum_backward(self.act(z_TR), self.tp) for z_TR in z]
+    def up(self, pairs: Pairs, z: Sequence[Tensor], context: Context) -> list[Tensor]:
+        """The pairs' outputs, one [T, o] per linear, from their bridged latents."""
+        return [y_To for y_GTo in pairs.up(z, self.act, self.tp, context.queue) for y_To in y_GTo.unbind(0)]
 
     def add_branch(self, x_Td: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""
-        (y_Td,) = pairs.up(self.latents(z))
+        (y_Td,) = self.up(pairs, z, context)
         return x_Td + context.drop(y_Td, self.layer, site, self.tp.rank)

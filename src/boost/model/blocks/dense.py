@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.norm import rms_norm
+from boost.kernels.projections import linear as apply_linear
 from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear
-from boost.model.norm import Gain, rms_norm
+from boost.model.norm import Gain
 from boost.parallel.collectives import sum_backward, sum_forward
 from boost.parallel.mesh import Group
+from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.sharding import Init, Part, Sharded, padded_share
 
 
@@ -43,9 +45,11 @@ class ColumnParallel(Sharded):
             start += width
         return {"weight": tuple(weight), "bias": tuple(bias)}
 
-    def forward(self, x_TD: Tensor) -> list[Tensor]:
-        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        return list(F.linear(x_TD, self.weight.to(x_TD.dtype), bias).split(self.widths, dim=-1))
+    def forward(self, x_TD: Tensor, queue: WeightGradQueue | None = None) -> list[Tensor]:
+        y_To = apply_linear(x_TD, self.weight, queue)
+        if self.bias is not None:
+            y_To = y_To + self.bias.to(y_To.dtype)
+        return list(y_To.split(self.widths, dim=-1))
 
 
 class RowParallel(Sharded):
@@ -64,8 +68,8 @@ class RowParallel(Sharded):
             "bias": (Part(f"{name}.bias", shape[:1], Init("zeros")),),
         }
 
-    def forward(self, x_Ti: Tensor) -> Tensor:
-        y_TD = sum_forward(x_Ti @ self.weight.to(x_Ti.dtype).t(), self.tp)
+    def forward(self, x_Ti: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
+        y_TD = sum_forward(apply_linear(x_Ti, self.weight, queue), self.tp)
         return y_TD if self.bias is None else y_TD + self.bias.to(y_TD.dtype)
 
 
@@ -94,15 +98,16 @@ class DenseBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
         h_TD = rms_norm(x_TD, self.attention_norm.weight, self.model.norm_eps)
-        q_TQ, k_TQ, v_TQ = self.columns(self.qkv, h_TD)
+        q_TQ, k_TQ, v_TQ = self.columns(self.qkv, h_TD, context)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
-        x_TD = x_TD + context.drop(self.o(y_TQ), self.layer, "attention", None)
+        x_TD = x_TD + context.drop(self.o(y_TQ, context.queue), self.layer, "attention", None)
 
         h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
-        gate_Tf, up_Tf = self.columns(self.gate_up, h_TD)
-        return x_TD + context.drop(self.down(self.gate_act(gate_Tf) * up_Tf), self.layer, "mlp", None)
+        gate_Tf, up_Tf = self.columns(self.gate_up, h_TD, context)
+        y_TD = self.down(self.gate_act(gate_Tf) * up_Tf, context.queue)
+        return x_TD + context.drop(y_TD, self.layer, "mlp", None)
 
-    def columns(self, columns: nn.ModuleList, h_TD: Tensor) -> list[Tensor]:
+    def columns(self, columns: nn.ModuleList, h_TD: Tensor, context: Context) -> list[Tensor]:
         """The outputs of column-parallel linears that read h, whose gradient is summed once for all of them."""
-        h_TD = sum_backward(h_TD, self.tp)
-        return [y for column in columns for y in column(h_TD)]
+        h_TD = sum_backward(h_TD, self.tp, context.queue)
+        return [y for column in columns for y in column(h_TD, context.queue)]

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.norm import rms_norm
 from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear, Pairs, Up
-from boost.model.norm import Gain, rms_norm
+from boost.model.norm import Gain
 from boost.parallel.collectives import gather_last, scatter_last, sum_backward, sum_forward
 from boost.parallel.mesh import Group
+from boost.parallel.recompute import call, recompute_chunk
 
 
 class VanillaBlock(nn.Module):
@@ -52,41 +54,57 @@ class VanillaBlock(nn.Module):
         self.down = pairs([down])
 
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
-        h_TD = rms_norm(x_TD, self.attention_norm.weight, self.model.norm_eps)
-        q_TQ, k_TQ, v_TQ = self.pairs(self.qkv, h_TD, scatter_heads=self.sharded_heads)
+        # With `recompute: latent` the chunks between latents are repeated, the wide all-reduces in them included.
+        run = recompute_chunk if context.recompute == "latent" else call
+        z_qkv = run(self.chunk_qkv, x_TD, context)
+        z_o = run(self.chunk_attention, z_qkv, context)
+        x_TD, z_gate_up = run(self.chunk_gate_up, x_TD, z_o, context)
+        z_down = run(self.chunk_down, z_gate_up, context)
+        return self.add_branch(x_TD, self.down, z_down, "mlp", context)
+
+    def chunk_qkv(self, x_TD: Tensor, context: Context) -> list[Tensor]:
+        return self.norm_and_down(x_TD, self.attention_norm, self.qkv, context)
+
+    def chunk_attention(self, z: Sequence[Tensor], context: Context) -> list[Tensor]:
+        q_TQ, k_TQ, v_TQ = self.up(self.qkv, z, context, scatter_heads=self.sharded_heads)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
         if self.sharded_heads:
-            y_TQ = gather_last(y_TQ, self.tp)  # its backward sums the gradient over ranks
-        (y_TD,) = self.pairs(self.o, y_TQ, complete_gradient=self.sharded_heads)
-        x_TD = x_TD + context.drop(y_TD, self.layer, "attention", None)
+            # The backward of the gather sums the gradient over the ranks.
+            return [self.o.downs[0](gather_last(y_TQ, self.tp), context.queue)]
+        return self.down_all(self.o, y_TQ, context)
 
-        h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
-        gate_TF, up_TF = self.pairs(self.gate_up, h_TD)
-        (y_TD,) = self.pairs(self.down, self.gate_act(gate_TF) * up_TF)
-        return x_TD + context.drop(y_TD, self.layer, "mlp", None)
+    def chunk_gate_up(self, x_TD: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Tensor]]:
+        x_TD = self.add_branch(x_TD, self.o, z, "attention", context)
+        return x_TD, self.norm_and_down(x_TD, self.mlp_norm, self.gate_up, context)
 
-    def pairs(
-        self, pairs: Pairs, x_TI: Tensor, *, scatter_heads: bool = False, complete_gradient: bool = False
-    ) -> list[Tensor]:
-        """The outputs of pairs that read x, complete on every rank, or this rank's heads of them.
+    def chunk_down(self, z: Sequence[Tensor], context: Context) -> list[Tensor]:
+        gate_TF, up_TF = self.up(self.gate_up, z, context)
+        return self.down_all(self.down, self.gate_act(gate_TF) * up_TF, context)
 
-        Args:
-            scatter_heads: a reduce-scatter instead of an all-reduce after B.
-            complete_gradient: the operation before already sums x's gradient over ranks.
-        """
-        latents = []
-        for down in pairs.downs:
-            x = x_TI if complete_gradient else sum_backward(x_TI, self.tp)
-            latents.append(self.act(down(x)))
+    def norm_and_down(self, x_TD: Tensor, gain: Gain, pairs: Pairs, context: Context) -> list[Tensor]:
+        """RMSNorm of the whole residual stream, and the A after it."""
+        return self.down_all(pairs, rms_norm(x_TD, gain.weight, self.model.norm_eps), context)
+
+    def down_all(self, pairs: Pairs, x_TI: Tensor, context: Context) -> list[Tensor]:
+        """This rank's share of the latents of linears that read x, one [T, G * r] per A."""
+        return [down(sum_backward(x_TI, self.tp, context.queue), context.queue) for down in pairs.downs]
+
+    def up(self, pairs: Pairs, z: Sequence[Tensor], context: Context, *, scatter_heads: bool = False) -> list[Tensor]:
+        """The pairs' outputs, complete on every rank, or with `scatter_heads` this rank's heads of them."""
         outputs: list[Tensor] = []
         ups = [up for group in pairs.ups for up in group]
-        for up, partial_GTO in zip(ups, pairs.up_grouped(latents), strict=True):
+        for up, partial_GTO in zip(ups, pairs.up(z, self.act, self.tp, context.queue), strict=True):
             if scatter_heads:
                 # The bias belongs to whole outputs: this rank adds its heads' share of it.
                 outputs += self.add_head_bias(up, scatter_last(partial_GTO, self.tp)).unbind(0)
             else:
                 outputs += up.add_bias(sum_forward(partial_GTO, self.tp)).unbind(0)
         return outputs
+
+    def add_branch(self, x_TD: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
+        """The residual stream plus a branch's last up-projection."""
+        (y_TD,) = self.up(pairs, z, context)
+        return x_TD + context.drop(y_TD, self.layer, site, None)
 
     def add_head_bias(self, up: Up, y_GTo: Tensor) -> Tensor:
         """Adds this rank's share of replicated biases; `sum_backward` completes their gradient."""

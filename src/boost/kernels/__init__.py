@@ -1,0 +1,1 @@
+"""Fused operations on one rank's tensors. None of them communicates."""

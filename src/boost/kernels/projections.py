@@ -1,0 +1,146 @@
+"""The GEMMs of a block, each one Function that saves its input and the master weight and nothing else.
+
+Weights are held in fp32 beside bf16 activations; the bf16 copy is made where it is used and never saved. With a
+`WeightGradQueue` the weight's gradient is put off until an all-reduce can hide it.
+
+Shapes: T tokens, i / o a shard's input and output width, R the ranks of a group side by side, G linears in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from boost.kernels.norm import statistic_dtype
+from boost.parallel.recompute import output_is_unused
+
+if TYPE_CHECKING:
+    from boost.parallel.overlap import WeightGradQueue
+
+
+def _now_or_later(
+    queue: WeightGradQueue | None, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor | None]:
+    """The parameters' gradients, for autograd to accumulate; or none, and the queue accumulates them later."""
+    if queue is None:
+        return compute()
+    queue.put(parameters, compute)
+    return [None] * len(parameters)
+
+
+class _MatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.queue = queue
+        if output_is_unused():
+            return x.new_empty(x.shape[0], weight.shape[1])
+        return x @ weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight.to(grad.dtype).t() if ctx.needs_input_grad[0] else None
+        return grad_x, *_now_or_later(ctx.queue, [weight], lambda: [(x.t() @ grad).to(weight.dtype)]), None
+
+
+def matmul(x_Ti: Tensor, weight_io: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
+    """x W, [T, i] times [i, o], in x's dtype. The last operation of a chunk (`boost.parallel.recompute`)."""
+    return _MatMul.apply(x_Ti, weight_io, queue)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.queue = queue
+        return x @ weight.to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, *_now_or_later(ctx.queue, [weight], lambda: [(grad.t() @ x).to(weight.dtype)]), None
+
+
+def linear(x_Ti: Tensor, weight_oi: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
+    """x W^T, [T, i] times [o, i] transposed, in x's dtype."""
+    return _Linear.apply(x_Ti, weight_oi, queue)
+
+
+class _GroupedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, z: Tensor, weight: Tensor, act: Callable[[Tensor], Tensor], queue: WeightGradQueue | None
+    ) -> Tensor:
+        ctx.save_for_backward(z, weight)
+        ctx.act, ctx.queue = act, queue
+        return torch.bmm(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
+
+    @staticmethod
+    def backward(ctx: Any, grad_GTo: Tensor) -> Any:
+        z_TGr, weight = ctx.saved_tensors
+        grad_h = torch.bmm(grad_GTo, weight.to(grad_GTo.dtype).transpose(0, 1)).transpose(0, 1)
+
+        def grad_weight() -> list[Tensor]:
+            h_GTr = ctx.act(z_TGr).transpose(0, 1)
+            return [torch.bmm(grad_GTo.transpose(1, 2), h_GTr).transpose(0, 1).to(weight.dtype)]
+
+        return grad_h, None, *_now_or_later(ctx.queue, [weight], grad_weight), None, None
+
+
+def grouped_up(
+    h_TGr: Tensor,
+    z_TGr: Tensor,
+    weight_oGr: Tensor,
+    act: Callable[[Tensor], Tensor],
+    queue: WeightGradQueue | None = None,
+) -> Tensor:
+    """G products h_g B_g at once, where h = act(z): latents [T, G, r] and weights [o, G, r] to [G, T, o].
+
+    Saves z, which the activation saves anyway, instead of h.
+    """
+    return _GroupedUp.apply(h_TGr, z_TGr.detach(), weight_oGr, act, queue)
+
+
+class _NormDown(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, weight: Tensor, queue: WeightGradQueue | None
+    ) -> tuple[Tensor, Tensor]:
+        norm_T = torch.linalg.vector_norm(x, dim=-1, dtype=statistic_dtype(x.dtype))
+        ctx.save_for_backward(x, norm_T, gain, weight)
+        ctx.queue = queue
+        if output_is_unused():
+            return x.new_empty(x.shape[0], weight.shape[1]), norm_T
+        return x @ (gain.unsqueeze(-1) * weight).to(x.dtype), norm_T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_norm: Tensor) -> Any:
+        x, norm_T, gain, weight = ctx.saved_tensors
+        folded = (gain.unsqueeze(-1) * weight).to(x.dtype)
+        # d|x| / dx = x / |x|, and 0 where x is 0. One GEMM adds both terms.
+        scale_T = torch.where(norm_T > 0, grad_norm / norm_T, 0)
+        grad_x = torch.addmm((x * scale_T.unsqueeze(-1)).to(x.dtype), grad, folded.t())
+
+        def grad_weights() -> list[Tensor]:
+            grad_folded = (x.t() @ grad).to(weight.dtype)
+            return [(weight * grad_folded).sum(-1), gain.unsqueeze(-1) * grad_folded]
+
+        return grad_x, *_now_or_later(ctx.queue, [gain, weight], grad_weights), None
+
+
+def norm_down(
+    x_Td: Tensor, gain_d: Tensor, weight_dR: Tensor, queue: WeightGradQueue | None = None
+) -> tuple[Tensor, Tensor]:
+    """What one rank contributes to RMSNorm followed by A: (x * gain) A without the division, and |x|.
+
+    The gain is folded into the weight, so that no normalised copy of x exists.
+
+    Returns:
+        product [T, R] in x's dtype and norm [T] in fp32 (fp64 where x is fp64).
+    """
+    return _NormDown.apply(x_Td, gain_d, weight_dR, queue)

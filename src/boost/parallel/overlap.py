@@ -1,0 +1,30 @@
+"""Hiding collectives behind computation: weight gradients that wait for a backward all-reduce to hide behind them.
+
+In backward each all-reduce of a partial gradient is followed by work that does not need its result: the weight
+gradients of the operations before it. So those are not computed where autograd meets them but queued, and run while
+the next all-reduce is under way. They accumulate into `.grad` themselves, past autograd's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+
+class WeightGradQueue:
+    """Weight gradients that have been put off. `flush` must follow every backward."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]] = []
+
+    def put(self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        """Queues a function that computes the gradients of these parameters."""
+        self._pending.append((parameters, compute))
+
+    def flush(self) -> None:
+        """Computes everything queued, oldest first, and adds it to `.grad` as autograd would."""
+        pending, self._pending = self._pending, []
+        for parameters, compute in pending:
+            for parameter, gradient in zip(parameters, compute(), strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
