@@ -82,11 +82,12 @@ def data_train_tokenizer(
     vocab_size: Annotated[int, typer.Option(help="Number of tokens, special ones included.")],
     out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
     text_field: Annotated[str, typer.Option(help="The field that holds a document's text.")] = "text",
+    on_error: Annotated[OnError, typer.Option(help="What a bad document does: stop, or skip with a count.")] = "stop",
 ) -> None:
     """Train a byte-level BPE tokenizer."""
     from boost.data.train_tokenizer import train_tokenizer
 
-    typer.echo(train_tokenizer(inputs, vocab_size, out, text_field=text_field))
+    typer.echo(train_tokenizer(inputs, vocab_size, out, text_field=text_field, on_error=on_error))
 
 
 @app.command()

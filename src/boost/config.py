@@ -119,7 +119,7 @@ class DataSection(_Section):
 
     path: Text | None = Field(default=None, description="folder made by `boost data prepare`")
     seed: Seed = Field(default=0, description="seed of the order of the sequences")
-    num_workers: Count = Field(default=0, description="reader processes per rank; 0 = read in the training process")
+    num_workers: Count = Field(default=0, description="threads that read ahead, one step each; 0 = read when needed")
 
 
 class OptimizerSection(_Section):
@@ -219,7 +219,8 @@ class RunSection(_Section):
 
     dir: Text = Field(default="runs/default", description="folder of the run")
     resume: Annotated[Literal["auto", "false"], BeforeValidator(_false_as_text)] = Field(
-        default="auto", description="auto = go on from the newest complete checkpoint in dir; false = start afresh"
+        default="auto",
+        description="auto = go on from the newest complete checkpoint in dir; false = refuse a dir that holds one",
     )
     init_from: Text | None = Field(default=None, description="checkpoint whose weights start a fresh run")
 
@@ -377,6 +378,13 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             got=train.global_batch_size,
             hint=f"nearest: {_near_multiples(unit, train.global_batch_size)}",
         )
+    if train.recompute == "latent" and config.model.linear == "dense":
+        yield Violation(
+            ("train.recompute", "model.linear"),
+            "a dense model has no latents to keep",
+            expected="none or block",
+            got="latent",
+        )
     if config.optimizer.exact_every is not None and config.optimizer.name != "loro":
         yield Violation(
             ("optimizer.exact_every", "optimizer.name"),
@@ -392,11 +400,10 @@ NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.crossing": ("none",),
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "linear", "constant"),
-    "train.recompute": ("none",),
     "train.compile": (False,),
     "parallel.pp": (1,),
     "parallel.zero": (0,),
-    "parallel.overlap": ("none",),
+    "parallel.overlap": ("none", "weight_grads"),
     "parallel.sequence_sharded_bottleneck": (False,),
     "parallel.dp_replicate": (1,),
     "checkpoint.asynchronous": (False,),

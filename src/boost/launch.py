@@ -161,8 +161,10 @@ def _launch_local(config: TrainConfig) -> None:
     from boost.data.dataset import open_dataset
     from boost.training.run_directory import RunDirectory, atomic_write
 
+    # Mistakes show before processes start.
     run = RunDirectory(config.run.dir)
-    open_dataset(config)  # a mistake shows before processes start
+    run.check_free()
+    open_dataset(config)
     # torch's launcher passes a signal on and then waits this long for the ranks to save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -189,13 +191,15 @@ def _launch_local(config: TrainConfig) -> None:
         elastic_launch(launch, sys.executable)("-m", "boost", "train", str(resolved.absolute()))
         return
     except ChildFailedError as error:
-        killed = {rank: -f.exitcode for rank, f in error.failures.items() if f.exitcode < 0}
+        ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException:
-        killed = {}
+        ended = {}
     finally:
         del os.environ[_CHILD]
         resolved.unlink(missing_ok=True)
     status = run.read_status() if _status_age(run) != started else None
+    # The launcher itself ends the ranks that survive a failure with SIGTERM, so that says nothing of the cause.
+    killed = {rank: -code for rank, code in ended.items() if code < 0 and (status is None or code != -signal.SIGTERM)}
     if killed:
         rank, number = min(killed.items())
         cause = (

@@ -35,6 +35,7 @@ def in_directory(settings: Settings, tmp_path: Path, name: str, **changes: Any) 
         {"parallel__dp": 2, "parallel__tp": 2},
         {"train__micro_batch_size": 1},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
+        {"parallel__tp": 2, "parallel__overlap": "weight_grads", "train__recompute": "latent"},
         {"parallel__tp": 2, "train__micro_batch_size": 2, "model__tie_embeddings": True},
     ],
     ids=str,

@@ -21,21 +21,24 @@ if TYPE_CHECKING:
     from boost.parallel.overlap import WeightGradQueue
 
 
-def _now_or_later(
-    queue: WeightGradQueue | None, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
-) -> Sequence[Tensor | None]:
+def _keep(ctx: Any, queue: WeightGradQueue | None, *parameters: Tensor) -> None:
+    """Remembers where put-off gradients belong: under recomputation a saved parameter comes back as another tensor."""
+    ctx.queue, ctx.parameters = queue, parameters if queue is not None else ()
+
+
+def _now_or_later(ctx: Any, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
     """The parameters' gradients, for autograd to accumulate; or none, and the queue accumulates them later."""
-    if queue is None:
+    if ctx.queue is None:
         return compute()
-    queue.put(parameters, compute)
-    return [None] * len(parameters)
+    ctx.queue.put(ctx.parameters, compute)
+    return [None] * len(ctx.parameters)
 
 
 class _MatMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.queue = queue
+        _keep(ctx, queue, weight)
         if output_is_unused():
             return x.new_empty(x.shape[0], weight.shape[1])
         return x @ weight.to(x.dtype)
@@ -44,7 +47,7 @@ class _MatMul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight.to(grad.dtype).t() if ctx.needs_input_grad[0] else None
-        return grad_x, *_now_or_later(ctx.queue, [weight], lambda: [(x.t() @ grad).to(weight.dtype)]), None
+        return grad_x, *_now_or_later(ctx, lambda: [(x.t() @ grad).to(weight.dtype)]), None
 
 
 def matmul(x_Ti: Tensor, weight_io: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
@@ -56,14 +59,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.queue = queue
+        _keep(ctx, queue, weight)
         return x @ weight.to(x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, *_now_or_later(ctx.queue, [weight], lambda: [(grad.t() @ x).to(weight.dtype)]), None
+        return grad_x, *_now_or_later(ctx, lambda: [(grad.t() @ x).to(weight.dtype)]), None
 
 
 def linear(x_Ti: Tensor, weight_oi: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
@@ -77,7 +80,8 @@ class _GroupedUp(torch.autograd.Function):
         ctx: Any, h: Tensor, z: Tensor, weight: Tensor, act: Callable[[Tensor], Tensor], queue: WeightGradQueue | None
     ) -> Tensor:
         ctx.save_for_backward(z, weight)
-        ctx.act, ctx.queue = act, queue
+        ctx.act = act
+        _keep(ctx, queue, weight)
         return torch.bmm(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
 
     @staticmethod
@@ -89,7 +93,7 @@ class _GroupedUp(torch.autograd.Function):
             h_GTr = ctx.act(z_TGr).transpose(0, 1)
             return [torch.bmm(grad_GTo.transpose(1, 2), h_GTr).transpose(0, 1).to(weight.dtype)]
 
-        return grad_h, None, *_now_or_later(ctx.queue, [weight], grad_weight), None, None
+        return grad_h, None, *_now_or_later(ctx, grad_weight), None, None
 
 
 def grouped_up(
@@ -113,7 +117,7 @@ class _NormDown(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         norm_T = torch.linalg.vector_norm(x, dim=-1, dtype=statistic_dtype(x.dtype))
         ctx.save_for_backward(x, norm_T, gain, weight)
-        ctx.queue = queue
+        _keep(ctx, queue, gain, weight)
         if output_is_unused():
             return x.new_empty(x.shape[0], weight.shape[1]), norm_T
         return x @ (gain.unsqueeze(-1) * weight).to(x.dtype), norm_T
@@ -130,7 +134,7 @@ class _NormDown(torch.autograd.Function):
             grad_folded = (x.t() @ grad).to(weight.dtype)
             return [(weight * grad_folded).sum(-1), gain.unsqueeze(-1) * grad_folded]
 
-        return grad_x, *_now_or_later(ctx.queue, [gain, weight], grad_weights), None
+        return grad_x, *_now_or_later(ctx, grad_weights), None
 
 
 def norm_down(

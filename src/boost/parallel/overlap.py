@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -27,4 +28,8 @@ class WeightGradQueue:
         pending, self._pending = self._pending, []
         for parameters, compute in pending:
             for parameter, gradient in zip(parameters, compute(), strict=True):
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                if parameter.grad is None:
+                    # In the parameter's own memory layout: fused optimisers walk both with the same strides.
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                else:
+                    parameter.grad += gradient

@@ -21,6 +21,7 @@ from boost.model.decoder import Decoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh
+from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.sharding import initialize
 from boost.training.batches import Batch, Batches
 from boost.training.clipping import clip_gradients, gradient_norm
@@ -146,7 +147,15 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
     """This rank's share of the model, initialised from the seed alone."""
     dtype = DTYPES[config.train.precision]
     with mesh.device:
-        model = Decoder(config.model, config.parallel, mesh.tp, dtype=dtype, seed=config.train.seed)
+        model = Decoder(
+            config.model,
+            config.parallel,
+            mesh.tp,
+            dtype=dtype,
+            seed=config.train.seed,
+            recompute=config.train.recompute,
+            queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" else None,
+        )
     initialize(model, config.train.seed, mesh.tp)
     return model
 
@@ -208,6 +217,8 @@ def update(
         # Divided by the global count before backward, so that gradients are only ever summed.
         loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
         loss.backward()
+        if model.queue is not None:
+            model.queue.flush()
         total += loss.detach()
     sum_gradients(model.parameters(), mesh.dp)
     norm = gradient_norm(model, mesh.tp)

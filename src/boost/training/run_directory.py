@@ -70,6 +70,12 @@ class RunDirectory:
                 "run.dir", f"{self.path} is in use by another run", hint="wait for it to end or choose another run.dir"
             ) from None
 
+    def check_free(self) -> None:
+        """Raises as `lock` would, without keeping the lock."""
+        self.lock()
+        assert self._lock is not None
+        self._lock.close()
+
     def log_to_file(self, level: int = logging.INFO) -> None:
         """Sends this process's log to log.txt, after whatever earlier runs wrote there."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Bytes that a forward pass keeps for its backward, counted over live storages."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageTracker(TorchDispatchMode):
+    """Remembers every storage that operations allocate while it is active, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        return out
+
+    def live_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
+        """Bytes of the remembered storages that something still holds."""
+        gc.collect()
+        left_out = {tensor.untyped_storage()._cdata for tensor in excluding}
+        alive = {key: ref() for key, ref in self._storages.items()}
+        return sum(s.nbytes() for key, s in alive.items() if s is not None and key not in left_out)
+
+
+@contextmanager
+def track_storages() -> Iterator[StorageTracker]:
+    """Yields a tracker that is active inside the block and can be asked afterwards."""
+    with StorageTracker() as tracker:
+        yield tracker
