@@ -220,7 +220,7 @@ class RunSection(_Section):
     dir: Text = Field(default="runs/default", description="folder of the run")
     resume: Annotated[Literal["auto", "false"], BeforeValidator(_false_as_text)] = Field(
         default="auto",
-        description="auto = go on from the newest complete checkpoint in dir; false = refuse a dir that holds one",
+        description="auto = go on from the newest complete checkpoint in dir; false = refuse such a dir",
     )
     init_from: Text | None = Field(default=None, description="checkpoint whose weights start a fresh run")
 
@@ -378,6 +378,25 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             got=train.global_batch_size,
             hint=f"nearest: {_near_multiples(unit, train.global_batch_size)}",
         )
+    if config.parallel.overlap == "split_batch":
+        if config.layout != "btp" or config.parallel.norm == "sync" or train.recompute == "block":
+            yield Violation(
+                ("parallel.overlap", "model.linear", "parallel.tensor_layout", "parallel.norm", "train.recompute"),
+                "two halves can only take turns at the bridges of BTP with the online norm, and not in whole blocks "
+                "that are recomputed",
+                expected="none or weight_grads",
+                got="split_batch",
+            )
+        micro = (
+            train.micro_batch_size if "micro_batch_size" in train.model_fields_set else train.global_batch_size // dp
+        )
+        if micro < 2:
+            yield Violation(
+                ("parallel.overlap", "train.micro_batch_size"),
+                "one sequence has no two halves",
+                expected="train.micro_batch_size of at least 2",
+                got=micro,
+            )
     if train.recompute == "latent" and config.model.linear == "dense":
         yield Violation(
             ("train.recompute", "model.linear"),
@@ -403,7 +422,6 @@ NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "train.compile": (False,),
     "parallel.pp": (1,),
     "parallel.zero": (0,),
-    "parallel.overlap": ("none", "weight_grads"),
     "parallel.sequence_sharded_bottleneck": (False,),
     "parallel.dp_replicate": (1,),
     "checkpoint.asynchronous": (False,),

@@ -36,6 +36,7 @@ def in_directory(settings: Settings, tmp_path: Path, name: str, **changes: Any) 
         {"train__micro_batch_size": 1},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__tp": 2, "parallel__overlap": "weight_grads", "train__recompute": "latent"},
+        {"parallel__tp": 2, "parallel__overlap": "split_batch", "train__recompute": "latent"},
         {"parallel__tp": 2, "train__micro_batch_size": 2, "model__tie_embeddings": True},
     ],
     ids=str,
@@ -87,13 +88,14 @@ def test_state_survives_a_change_of_layout(settings: Settings, tmp_path: Path) -
     config = in_directory(settings, tmp_path, "run", parallel__tp=2)
     run(config)
     before = state_hash(config)
-    for changes in (
+    layouts: list[dict[str, Any]] = [
         {"parallel__tp": 4},
         {"parallel__dp": 2},
         {"parallel__group_linears": False},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
-    ):
-        other = in_directory(settings, tmp_path, "other" + str(len(str(changes))), **changes, checkpoint__keep=0)
+    ]
+    for number, changes in enumerate(layouts):
+        other = in_directory(settings, tmp_path, f"other-{number}", **changes, checkpoint__keep=0)
         shutil.copytree(config.run.dir, other.run.dir)
         run(other)  # nothing left to train: it loads and ends
         assert state_hash(other) == before

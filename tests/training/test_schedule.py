@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_ends(name: str, end: float) -> None:
     values = [lr_multiplier(schedule, step, 20) for step in range(40)]
     assert values[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert values[20:] == pytest.approx([end] * 20), "past its end a schedule never rises again"
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(values[4:], values[5:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(values[4:]))
 
 
 def test_linear_is_a_line() -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 
 Recompute = Literal["none", "block", "latent"]
@@ -46,6 +47,7 @@ class Context:
         dropout: the rate; 0 where the model is not training.
         seed, samples: with dropout, the run's seed and each sequence's global sample index.
         recompute: what backward computes again instead of keeping it.
+        interleaved: two halves of the batch take turns (`boost.parallel.interleave`).
         queue: takes weight gradients that can wait for an all-reduce to hide behind, or None.
     """
 
@@ -59,6 +61,11 @@ class Context:
     samples: Sequence[int] = ()
     recompute: Recompute = "none"
     queue: WeightGradQueue | None = None
+    interleaved: bool = False
+
+    def sum_group(self, tp: Group) -> Group:
+        """The ranks over which autograd sums a latent's gradient; none where `interleaved` does it by hand."""
+        return Group() if self.interleaved else tp
 
     def drop(self, x: Tensor, layer: int, site: str, shard: int | None) -> Tensor:
         """Dropout on x [T, n] with a mask that is a function of where it is applied, never of generator state.

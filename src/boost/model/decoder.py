@@ -7,13 +7,15 @@ makes it whole for the final norm and the head. The other layouts keep it whole 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
 from boost.kernels.norm import rms_norm
-from boost.model.blocks.bottleneck import BottleneckBlock
+from boost.model.blocks.bottleneck import BottleneckBlock, block_stages
 from boost.model.blocks.dense import DenseBlock
 from boost.model.blocks.vanilla import VanillaBlock
 from boost.model.context import Context, KeyValueCache, Recompute
@@ -22,6 +24,7 @@ from boost.model.loss import head_loss
 from boost.model.norm import Gain
 from boost.model.rope import rope_tables
 from boost.parallel.collectives import gather_last, sum_backward
+from boost.parallel.interleave import interleave
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.recompute import call, recompute_block
@@ -60,6 +63,7 @@ class Decoder(nn.Module):
         master = master_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
         self.model, self.tp, self.dtype, self.seed = model, tp, dtype, seed
         self.recompute, self.queue = recompute, queue
+        self.split_batch = parallel.overlap == "split_batch" and tp.size > 1
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
         block = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
@@ -103,10 +107,24 @@ class Decoder(nn.Module):
         """Normalised hidden states of all tokens, [T, D], equal on every rank."""
         context = self._context(input_ids, samples, cache)
         x_Td = self.embedding(input_ids.reshape(-1), self.dtype)
-        run = recompute_block if self.recompute == "block" else call
-        for block in self.blocks:
-            x_Td = run(block, x_Td, context)
+        if self.split_batch and torch.is_grad_enabled() and context.batch > 1:
+            x_Td = self._interleaved(x_Td, context)
+        else:
+            run = recompute_block if self.recompute == "block" else call
+            for block in self.blocks:
+                x_Td = run(block, x_Td, context)
         return self._final_norm(x_Td)
+
+    def _interleaved(self, x_Td: Tensor, context: Context) -> Tensor:
+        """The blocks over two halves of the batch that take turns."""
+        first = context.batch - context.batch // 2
+        halves = [
+            replace(context, batch=first, samples=context.samples[:first], interleaved=True),
+            replace(context, batch=context.batch - first, samples=context.samples[first:], interleaved=True),
+        ]
+        blocks = cast(Sequence[BottleneckBlock], self.blocks)
+        sizes = [half.batch * half.sequence for half in halves]
+        return interleave(x_Td, sizes, list(block_stages(blocks, halves)), blocks[0].bridge)
 
     def _final_norm(self, x_Td: Tensor) -> Tensor:
         """The final norm, then the head's backward sum.

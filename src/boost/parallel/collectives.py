@@ -36,6 +36,13 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return total
 
 
+def start_all_reduce(x: Tensor, group: Group) -> dist.Work | None:
+    """Begins to sum x over the group in place; wait on what is returned before touching x."""
+    if group.size == 1:
+        return None
+    return dist.all_reduce(x, group=group.process_group, async_op=True)
+
+
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """The tensors of all ranks stacked in rank order, [size, *x.shape]. Not differentiable."""
     if group.size == 1:
@@ -91,9 +98,10 @@ class _SumBackward(torch.autograd.Function):
         if ctx.queue is None:
             return all_reduce(grad, ctx.group), None, None
         total = grad.clone(memory_format=torch.contiguous_format)
-        under_way = dist.all_reduce(total, group=ctx.group.process_group, async_op=True)
+        under_way = start_all_reduce(total, ctx.group)
         ctx.queue.flush()
-        under_way.wait()
+        if under_way is not None:
+            under_way.wait()
         return total, None, None
 
 
@@ -189,16 +197,26 @@ def unpack_statistic(summed: Tensor, dtype: torch.dtype) -> Tensor:
     return summed.to(dtype).unflatten(-1, (-1, 2)).sum(-1).square().sum(-1)
 
 
+def pack_online(partial_TR: Tensor, norm_T: Tensor, group: Group) -> Tensor:
+    """One contiguous payload: the product, then the statistic's slots at its tail."""
+    slots = pack_statistic(norm_T.detach(), group, partial_TR.dtype)
+    return torch.cat([partial_TR.detach().reshape(-1), slots.view(-1)])
+
+
+def unpack_online(payload: Tensor, partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """The summed product and the sum of squares from a summed payload, in the shapes of what went in."""
+    split = partial_TR.numel()
+    slots = payload[split:].view(norm_T.shape[0], statistic_elements(group, partial_TR.dtype))
+    return payload[:split].view_as(partial_TR), unpack_statistic(slots, norm_T.dtype)
+
+
 class _OnlineBridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(norm_T)
-        split = partial_TR.numel()
-        slots = pack_statistic(norm_T, group, partial_TR.dtype)
-        payload = torch.cat([partial_TR.reshape(-1), slots.view(-1)])
+        payload = pack_online(partial_TR, norm_T, group)
         dist.all_reduce(payload, group=group.process_group)
-        total_TR = payload[:split].view_as(partial_TR)
-        return total_TR, unpack_statistic(payload[split:].view_as(slots), norm_T.dtype)
+        return unpack_online(payload, partial_TR, norm_T, group)
 
     @staticmethod
     def backward(ctx: Any, grad_TR: Tensor, grad_T: Tensor) -> tuple[Tensor, Tensor, None]:

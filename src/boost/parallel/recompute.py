@@ -38,6 +38,15 @@ def recompute_chunk(function: Callable[[*Args], R], *args: *Args) -> R:
     )
 
 
+def recomputed(function: Callable[[*Args], R]) -> Callable[[*Args], R]:
+    """The function, run by `recompute_chunk`."""
+
+    def run(*args: *Args) -> R:
+        return recompute_chunk(function, *args)
+
+    return run
+
+
 def call(function: Callable[[*Args], R], *args: *Args) -> R:
     """function(*args), saving what it saves."""
     return function(*args)

@@ -11,14 +11,14 @@ and the heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
-from boost.kernels.norm import divide_by_rms, statistic_dtype
+from boost.kernels.norm import statistic_dtype
 from boost.kernels.projections import norm_down
 from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
@@ -26,22 +26,14 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear, Pairs
 from boost.model.norm import Gain
-from boost.parallel.collectives import online_bridge, sum_both, sum_forward
+from boost.parallel.bridge import Bridge, Partial
+from boost.parallel.collectives import sum_both
+from boost.parallel.interleave import Stage
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
-from boost.parallel.recompute import call, recompute_chunk
+from boost.parallel.recompute import recomputed
 
-
-class Partial(NamedTuple):
-    """What a chunk hands to the bridge after it.
-
-    Attributes:
-        product_TR: this rank's partial sum x_i A_i.
-        norm_T: |x_i| of its shard where the bridge completes an RMSNorm too (Online RMSNorm), else None.
-    """
-
-    product_TR: Tensor
-    norm_T: Tensor | None = None
+Chunk = Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Partial]]]
 
 
 class BottleneckBlock(nn.Module):
@@ -68,31 +60,42 @@ class BottleneckBlock(nn.Module):
         self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype, tp)
         self.gate_up = pairs([gate, up], parallel.group_linears)
         self.down = pairs([down])
+        self.bridge = Bridge(tp, model.hidden_size, model.norm_eps)
 
     def forward(self, x_Td: Tensor, context: Context) -> Tensor:
-        run = recompute_chunk if context.recompute == "latent" else call
-        z_qkv = self.bridge(self.chunk_qkv(x_Td, context))  # keeps x alone, nothing to recompute
-        z_o = self.bridge(run(self.chunk_attention, z_qkv, context))
-        x_Td, partials = run(self.chunk_gate_up, x_Td, z_o, context)
-        z_gate_up = self.bridge(partials)
-        z_down = self.bridge(run(self.chunk_down, z_gate_up, context))
-        return self.add_branch(x_Td, self.down, z_down, "mlp", context)  # keeps z alone
+        z: Sequence[Tensor] = ()
+        for chunk in self.chunks(context):
+            x_Td, partials = chunk(x_Td, z, context)
+            z = [self.bridge(part) for part in partials]
+        return self.finish(x_Td, z, context)
 
-    def chunk_qkv(self, x_Td: Tensor, context: Context) -> list[Partial]:
-        return self.norm_and_down(x_Td, self.attention_norm, self.qkv, context.queue)
+    def chunks(self, context: Context) -> list[Chunk]:
+        """The block's four chunks in order; a bridge follows each. All take and return the residual stream."""
+        rest: list[Chunk] = [self.chunk_attention, self.chunk_gate_up, self.chunk_down]
+        if context.recompute == "latent":
+            # The first keeps its input alone, so there is nothing to recompute.
+            rest = [recomputed(chunk) for chunk in rest]
+        return [self.chunk_qkv, *rest]
 
-    def chunk_attention(self, z: Sequence[Tensor], context: Context) -> list[Partial]:
+    def chunk_qkv(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
+        return x_Td, self.norm_and_down(x_Td, self.attention_norm, self.qkv, context.queue)
+
+    def chunk_attention(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
         q_TQ, k_TQ, v_TQ = self.up(self.qkv, z, context)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
-        return [Partial(self.o.downs[0](y_TQ, context.queue))]
+        return x_Td, [Partial(self.o.downs[0](y_TQ, context.queue))]
 
     def chunk_gate_up(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
         x_Td = self.add_branch(x_Td, self.o, z, "attention", context)
         return x_Td, self.norm_and_down(x_Td, self.mlp_norm, self.gate_up, context.queue)
 
-    def chunk_down(self, z: Sequence[Tensor], context: Context) -> list[Partial]:
+    def chunk_down(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
         gate_Tf, up_Tf = self.up(self.gate_up, z, context)
-        return [Partial(self.down.downs[0](self.gate_act(gate_Tf) * up_Tf, context.queue))]
+        return x_Td, [Partial(self.down.downs[0](self.gate_act(gate_Tf) * up_Tf, context.queue))]
+
+    def finish(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> Tensor:
+        """After the last bridge: the MLP's output joins the residual stream."""
+        return self.add_branch(x_Td, self.down, z, "mlp", context)
 
     def norm_and_down(
         self, x_Td: Tensor, gain: Gain, pairs: Pairs, queue: WeightGradQueue | None = None
@@ -110,22 +113,41 @@ class BottleneckBlock(nn.Module):
         normalised = (wide * inverse.unsqueeze(-1)).to(x_Td.dtype) * gain.weight.to(x_Td.dtype)
         return [Partial(down(normalised, queue)) for down in pairs.downs]
 
-    def bridge(self, partials: Sequence[Partial]) -> list[Tensor]:
-        """Completes each partial product with one all-reduce: latents z_TR, equal on all ranks."""
-        latents = []
-        for product_TR, norm_T in partials:
-            if norm_T is None:
-                latents.append(sum_forward(product_TR, self.tp))
-            else:
-                sum_TR, squares_T = online_bridge(product_TR, norm_T, self.tp)
-                latents.append(divide_by_rms(sum_TR, squares_T, self.model.hidden_size, self.model.norm_eps))
-        return latents
-
     def up(self, pairs: Pairs, z: Sequence[Tensor], context: Context) -> list[Tensor]:
         """The pairs' outputs, one [T, o] per linear, from their bridged latents."""
-        return [y_To for y_GTo in pairs.up(z, self.act, self.tp, context.queue) for y_To in y_GTo.unbind(0)]
+        return [
+            y_To
+            for y_GTo in pairs.up(z, self.act, context.sum_group(self.tp), context.queue)
+            for y_To in y_GTo.unbind(0)
+        ]
 
     def add_branch(self, x_Td: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""
         (y_Td,) = self.up(pairs, z, context)
         return x_Td + context.drop(y_Td, self.layer, site, self.tp.rank)
+
+
+def block_stages(blocks: Sequence[BottleneckBlock], halves: Sequence[Context]) -> Iterator[Stage]:
+    """A stack of blocks as stages of `boost.parallel.interleave`: what lies between one bridge and the next."""
+    leave = None
+    for block in blocks:
+        for chunk in block.chunks(halves[0]):
+            yield partial(_stage, leave, chunk, halves)
+            leave = None
+        leave = block.finish
+    yield partial(_stage, leave, None, halves)
+
+
+def _stage(
+    leave: Callable[[Tensor, Sequence[Tensor], Context], Tensor] | None,
+    chunk: Chunk | None,
+    halves: Sequence[Context],
+    x_Td: Tensor,
+    z: Sequence[Tensor],
+    half: int,
+) -> tuple[Tensor, list[Partial]]:
+    """Ends one block, where it does, and runs the next chunk, where there is one."""
+    context = halves[half]
+    if leave is not None:
+        x_Td, z = leave(x_Td, z, context), ()
+    return (x_Td, []) if chunk is None else chunk(x_Td, z, context)
