@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -20,7 +21,9 @@ app = typer.Typer(
     add_completion=False,
 )
 data_app = typer.Typer(help="Tokenised datasets and tokenizers.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 
 OnError = Literal["stop", "skip"]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...", show_default=False)]
@@ -146,6 +149,27 @@ def evaluate(
         raise UserError(str(data), "has no validation split", hint="prepare it with --validation-last or -fraction")
     length = sequence_length or config.train.sequence_length
     typer.echo(run(model_from(opened), dataset.validation, context_token(dataset), length, batch_size))
+
+
+@bench_app.command("layouts")
+def bench_layouts(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],
+    overrides: Overrides = None,
+    link: Annotated[str, typer.Option(help="Bytes per second between ranks; auto (as A100s) or none.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant, in turns.")] = 7,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a bar chart here, as PNG.")] = None,
+) -> None:
+    """Compare dense, vanilla and bottleneck-aware tensor parallelism, alternated in one run."""
+    from boost.bench import layouts, report
+    from boost.config import TrainConfig
+
+    result = layouts.bench_layouts(TrainConfig.load(config, overrides or []), link=link, rounds=rounds)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if chart is not None:
+        report.bar_chart(result, chart)
+    typer.echo(report.markdown(result), nl=False)
 
 
 def _version(show: bool) -> None:

@@ -198,8 +198,10 @@ def _launch_local(config: TrainConfig) -> None:
         del os.environ[_CHILD]
         resolved.unlink(missing_ok=True)
     status = run.read_status() if _status_age(run) != started else None
-    # The launcher itself ends the ranks that survive a failure with SIGTERM, so that says nothing of the cause.
-    killed = {rank: -code for rank, code in ended.items() if code < 0 and (status is None or code != -signal.SIGTERM)}
+    # The launcher itself ends the ranks that survive a failure with SIGTERM, so that says the least of the cause.
+    killed = {rank: -code for rank, code in ended.items() if code < 0}
+    first = {rank: number for rank, number in killed.items() if number != signal.SIGTERM}
+    killed = first or ({} if status is not None else killed)
     if killed:
         rank, number = min(killed.items())
         cause = (

@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 class StorageTracker(TorchDispatchMode):
     """Remembers every storage that operations allocate while it is active, without keeping it alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sample: bool = False) -> None:
         super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sample = sample
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -26,6 +28,10 @@ class StorageTracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
+        if self._sample:
+            alive = {key: ref for key, ref in self._storages.items() if ref() is not None}
+            self._storages = alive
+            self.peak = max(self.peak, sum(s.nbytes() for s in (ref() for ref in alive.values()) if s is not None))
         return out
 
     def live_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
@@ -37,7 +43,11 @@ class StorageTracker(TorchDispatchMode):
 
 
 @contextmanager
-def track_storages() -> Iterator[StorageTracker]:
-    """Yields a tracker that is active inside the block and can be asked afterwards."""
-    with StorageTracker() as tracker:
+def track_storages(*, sample: bool = False) -> Iterator[StorageTracker]:
+    """Yields a tracker that is active inside the block and can be asked afterwards.
+
+    Args:
+        sample: after every operation, look how much is alive and remember the `peak`; slow.
+    """
+    with StorageTracker(sample=sample) as tracker:
         yield tracker

@@ -1,0 +1,87 @@
+"""A scaled-down cluster out of one machine: ranks in network namespaces of our own, joined by rate-limited links.
+
+Each namespace has one interface on a bridge inside a further namespace, so nothing outside what is made here is
+touched, and each interface sends through a token bucket (`tc tbf`). Needs root and iproute2. Everything carries a
+prefix with this process's id and is removed at any end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# Compute and communication of A100s over NVLink: bf16 FLOP/s over bytes per second and direction.
+FLOP_PER_BYTE = 1300.0
+
+
+class LinkError(Exception):
+    """Namespaces cannot be made here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The namespaces of the ranks, in rank order.
+
+    Attributes:
+        names: network namespaces, one per rank.
+        master: the address of rank 0.
+        interface: the interface inside each.
+    """
+
+    names: list[str]
+    master: str
+    interface: str
+
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+        """The command, run inside a rank's namespace."""
+        return ["ip", "netns", "exec", self.names[rank], *command]
+
+
+@contextmanager
+def limited_links(ranks: int, bytes_per_second: float) -> Iterator[Cluster]:
+    """Namespaces joined by links of this rate in each direction; removed afterwards.
+
+    Raises:
+        LinkError: not permitted or not possible on this machine.
+    """
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise LinkError(f"{tool} is not installed (package iproute2)")
+    if os.geteuid() != 0:
+        raise LinkError("network namespaces need root")
+    prefix = f"boost{os.getpid()}"
+    hub, names = f"{prefix}-hub", [f"{prefix}-{rank}" for rank in range(ranks)]
+
+    def remove() -> None:
+        for name in (*names, hub):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    atexit.register(remove)
+    try:
+        _run("ip", "netns", "add", hub)
+        _run("ip", "-n", hub, "link", "add", "hub", "type", "bridge")
+        _run("ip", "-n", hub, "link", "set", "hub", "up")
+        for rank, name in enumerate(names):
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", hub, "link", "add", f"port{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("ip", "-n", hub, "link", "set", f"port{rank}", "master", "hub", "up")
+            _run("ip", "-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            rate = ("rate", f"{int(bytes_per_second * 8)}bit", "burst", "128kb", "latency", "400ms")
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
+        yield Cluster(names, "10.77.0.1", "eth0")
+    finally:
+        remove()
+        atexit.unregister(remove)
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise LinkError(f"{' '.join(command)}: {result.stderr.strip()}")
