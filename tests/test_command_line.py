@@ -155,6 +155,41 @@ def test_interrupted_and_resumed_runs_are_bit_identical(config_file: Path, tmp_p
     assert hashes[0] == hashes[1]
 
 
+def test_a_signal_to_one_rank_preempts_all(config_file: Path, tmp_path: Path, start: Any) -> None:
+    """With plots and TensorBoard, which keep rank 0 longer than the others."""
+    process = start("train", str(config_file), "logging.plots=true", "logging.tensorboard=true")
+    wait_for_step(tmp_path / "run", 5, process)
+    os.kill(ranks_of(process)[1], signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert (status(tmp_path / "run")["status"], status(tmp_path / "run")["exit_code"]) == ("preempted", 75)
+    assert (tmp_path / "run" / "plots" / "loss.png").exists()
+
+
+def test_ctrl_c_before_the_first_step_preempts(config_file: Path, tmp_path: Path, start: Any) -> None:
+    process = start("train", str(config_file))
+    deadline = time.monotonic() + 60
+    while len(ranks_of(process)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while not (tmp_path / "run" / "log.txt").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # rank 0 has its handlers from here on; both are still joining or building
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode in (75, 3), errors
+    assert status(tmp_path / "run")["exit_code"] == process.returncode
+    assert errors.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_a_failed_start_replaces_an_old_status(config_file: Path, tmp_path: Path) -> None:
+    assert boost("train", str(config_file), "train.steps=1").returncode == 0
+    assert status(tmp_path / "run")["status"] == "done"
+    result = boost("train", str(config_file), "data.path=/nowhere")
+    assert result.returncode == 2
+    assert (status(tmp_path / "run")["status"], status(tmp_path / "run")["exit_code"]) == ("failed", 2)
+    assert "UserError" in (tmp_path / "run" / "log.txt").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -200,10 +235,12 @@ def test_numerics_end_with_4(config_file: Path, tmp_path: Path) -> None:
 def test_one_run_at_a_time(config_file: Path, tmp_path: Path, start: Any) -> None:
     first = start("train", str(config_file))
     wait_for_step(tmp_path / "run", 1, first)
-    second = boost("train", str(config_file), "parallel.tp=1")
-    assert second.returncode == 2
-    assert "is in use by another run" in second.stderr
-    assert first.poll() is None, "the first run goes on"
+    for tp in (1, 2):
+        second = boost("train", str(config_file), f"parallel.tp={tp}")
+        assert second.returncode == 2
+        assert "is in use by another run" in second.stderr
+        assert first.poll() is None, "the first run goes on"
+        assert not (tmp_path / "run" / "status.json").exists()
 
 
 def test_torchrun_starts_the_same_run(config_file: Path, tmp_path: Path) -> None:

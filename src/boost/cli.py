@@ -147,6 +147,8 @@ def evaluate(
     dataset = Dataset.open(data, vocab_size=config.model.vocab_size)
     if dataset.validation is None:
         raise UserError(str(data), "has no validation split", hint="prepare it with --validation-last or -fraction")
+    if opened.read_file("tokenizer.json") != dataset.tokenizer_file.read_bytes():
+        raise UserError(str(data), "was prepared with another tokenizer than the checkpoint's", hint="prepare it again")
     length = sequence_length or config.train.sequence_length
     typer.echo(run(model_from(opened), dataset.validation, context_token(dataset), length, batch_size))
 

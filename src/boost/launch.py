@@ -1,7 +1,8 @@
 """Starting a run: in this process, as local ranks through torch's launcher, or as one rank of a given environment.
 
-Every end of a run leaves status.json and raises or returns an exit code from `boost.errors`; no failure ends in a
-hang, because a failing rank exits at once and the others lose their connection to it.
+Every end of a run leaves status.json and raises or returns an exit code from `boost.errors`. No failure ends in a hang:
+a failing rank exits at once, torch's launcher ends the others on its machine, and elsewhere they lose their connection
+(gloo) or reach `parallel.timeout_seconds` (NCCL).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("boost")
 
-# Set for ranks that `_launch_local` starts: it speaks for them on standard error.
+# Set for ranks that `_launch_local` starts: it holds the lock and speaks for them on standard error.
 _CHILD = "BOOST_LOCAL_RANK"
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "timed out", "Timed out", "Broken pipe")
+_LOST = "lost contact with another rank"
 
 
 class RunFailed(BoostError):
@@ -38,16 +40,20 @@ class RunFailed(BoostError):
 def train(config: TrainConfig) -> None:
     """Trains as the configuration says, starting local processes where it asks for several.
 
-    Started under `torchrun` or `srun` (RANK and WORLD_SIZE are set) this process is one rank of what it finds.
+    Started under `torchrun` or `srun` (RANK and WORLD_SIZE are set) this process is one rank of what it finds; such a
+    rank does not return from a failure but exits, so that the others learn of it.
 
     Raises:
         BoostError: the run ended early; `exit_code` says how.
     """
+    from boost.training.run_directory import RunDirectory
+
     _use_slurm_ranks()
+    run = RunDirectory(config.run.dir)
     if "RANK" in os.environ or _world_size(config) == 1:
-        _train_here(config)
+        _train_here(config, run)
     else:
-        _launch_local(config)
+        _launch_local(config, run)
 
 
 def _world_size(config: TrainConfig) -> int:
@@ -55,43 +61,43 @@ def _world_size(config: TrainConfig) -> int:
 
 
 def _use_slurm_ranks() -> None:
-    """Under `srun` with several tasks, takes the ranks from Slurm's variables."""
-    if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in os.environ:
+    """In a step of several tasks (`srun`), takes the ranks from Slurm's variables."""
+    # SLURM_NTASKS and SLURM_PROCID are set in a batch script too; the step's own count is not above 1 there.
+    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
     os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
 
 
-def _train_here(config: TrainConfig) -> None:
+def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     """Runs this process's rank to its end, and records that end."""
     from boost.parallel import mesh as meshes
-    from boost.training.console import log_to_console
+    from boost.training.console import console_handler
     from boost.training.loop import train as run_loop
-    from boost.training.run_directory import RunDirectory
+    from boost.training.signals import StopRequest
 
     rank, world = int(os.environ.get("RANK", "0")), _world_size(config)
-    run = RunDirectory(config.run.dir)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    if rank == 0:
+    if rank == 0 and _CHILD not in os.environ:
         run.lock()
         run.clear_status()
-        log_to_console()
-        run.log_to_file()
-    else:
-        logger.addHandler(logging.NullHandler())
+    handlers = [console_handler(), run.log_handler()] if rank == 0 else [logging.NullHandler()]
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
     if _CHILD in os.environ:
         _die_with_parent()
     try:
-        device = meshes.choose_device(config.train.device)
-        mesh = meshes.start(
-            config.parallel.pp, config.parallel.dp, config.parallel.tp, device, config.parallel.timeout_seconds
-        )
-        run_loop(config, mesh, run)
-        if rank == 0:
-            run.write_status("done", 0, "")
-        meshes.stop()
+        with StopRequest() as stop:
+            device = meshes.choose_device(config.train.device)
+            mesh = meshes.start(
+                config.parallel.pp, config.parallel.dp, config.parallel.tp, device, config.parallel.timeout_seconds
+            )
+            run_loop(config, mesh, run, stop)
+            if rank == 0:
+                run.write_status("done", 0, "")
+            meshes.stop()
     except BaseException as error:
         failure = _as_failure(error)
         _record_failure(run, rank, failure, error)
@@ -104,7 +110,8 @@ def _train_here(config: TrainConfig) -> None:
         sys.stdout.flush()
         os._exit(failure.exit_code)
     finally:
-        for handler in logger.handlers[:]:
+        run.unlock()
+        for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
 
@@ -121,7 +128,7 @@ def _as_failure(error: BaseException) -> BoostError:
     if isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
     ):
-        return _LostPeer("parallel", f"lost contact with another rank: {text[:200]}")
+        return _LostPeer("parallel", f"{_LOST}: {text[:200]}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return EnvironmentFailure("train.micro_batch_size", f"out of memory: {text[:200]}", hint="lower it")
     return EnvironmentFailure("run", f"unexpected {type(error).__name__}: {text[:300]}", hint="see log.txt in run.dir")
@@ -132,7 +139,7 @@ class _LostPeer(EnvironmentFailure):
 
 
 def _record_failure(run: RunDirectory, rank: int, failure: BoostError, error: BaseException) -> None:
-    """Leaves the traceback in log.txt and the cause in status.json; the first true cause wins."""
+    """Leaves the traceback in log.txt and the cause in status.json; a true cause replaces a lost peer's."""
     try:
         if not isinstance(failure, Preempted):
             run.append_log(f"rank {rank}: {''.join(traceback.format_exception(error))}")
@@ -152,19 +159,34 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _launch_local(config: TrainConfig) -> None:
+def _launch_local(config: TrainConfig, run: RunDirectory) -> None:
     """Starts one process per rank on this machine and waits for all of them.
 
     Raises:
-        RunFailed: with the exit code and cause that the ranks recorded, or the rank that died without a word.
+        BoostError: with the exit code and cause that the ranks recorded, or the rank that died without a word.
     """
     from boost.data.dataset import open_dataset
-    from boost.training.run_directory import RunDirectory, atomic_write
+    from boost.training.run_directory import atomic_write
 
-    # Mistakes show before processes start.
-    run = RunDirectory(config.run.dir)
-    run.check_free()
-    open_dataset(config)
+    run.lock()
+    resolved = run.path / ".launch.yaml"
+    try:
+        run.clear_status()
+        open_dataset(config)  # a mistake shows before processes start
+        atomic_write(resolved, config.to_yaml())
+        ended = _run_ranks(_world_size(config), ["-m", "boost", "train", str(resolved.absolute())])
+    except BaseException as error:
+        failure = _as_failure(error)
+        _record_failure(run, 0, failure, error)
+        raise failure from error
+    finally:
+        resolved.unlink(missing_ok=True)
+        run.unlock()
+    _raise_for(run, ended)
+
+
+def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
+    """Runs Python with these arguments once per rank; returns the exit codes of ranks that failed."""
     # torch's launcher passes a signal on and then waits this long for the ranks to save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -174,53 +196,47 @@ def _launch_local(config: TrainConfig) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    resolved = run.path / ".launch.yaml"
-    atomic_write(resolved, config.to_yaml())
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=_world_size(config),
+        nproc_per_node=world,
         run_id="boost",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
     )
-    started = _status_age(run)
     try:
-        elastic_launch(launch, sys.executable)("-m", "boost", "train", str(resolved.absolute()))
-        return
+        elastic_launch(launch, sys.executable)(*arguments)
     except ChildFailedError as error:
-        ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException:
-        ended = {}
+        pass  # passed on to the ranks, whose status says how they ended
     finally:
         del os.environ[_CHILD]
-        resolved.unlink(missing_ok=True)
-    status = run.read_status() if _status_age(run) != started else None
-    # The launcher itself ends the ranks that survive a failure with SIGTERM, so that says the least of the cause.
-    killed = {rank: -code for rank, code in ended.items() if code < 0}
-    first = {rank: number for rank, number in killed.items() if number != signal.SIGTERM}
-    killed = first or ({} if status is not None else killed)
-    if killed:
-        rank, number = min(killed.items())
-        cause = (
-            f"rank {rank}: killed by {signal.Signals(number).name}; the same command goes on from the last checkpoint"
-        )
-        run.write_status("failed", ENVIRONMENT, cause)
-        raise RunFailed(ENVIRONMENT, cause)
-    if status is None:
-        cause = "run: a rank ended without saying why; see log.txt in run.dir"
-        run.write_status("failed", ENVIRONMENT, cause)
-        raise RunFailed(ENVIRONMENT, cause)
+    return {}
+
+
+def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
+    """Raises what ended a launched run, unless it is done: the ranks' own account, or the signal that killed one."""
+    status = run.read_status()
+    told = status is not None and _LOST not in str(status["cause"])
+    # The launcher itself ends the ranks that survive a failure, with SIGTERM and after a while with SIGKILL: where a
+    # rank gave its own account and exited with its code, signals to others say nothing of the cause.
+    if status is None or not (told and (not ended or status["exit_code"] in ended.values())):
+        killed = {rank: -code for rank, code in ended.items() if code < 0}
+        first = {rank: number for rank, number in killed.items() if number != signal.SIGTERM} or killed
+        if first:
+            rank, number = min(first.items())
+            name = signal.Signals(number).name
+            status = {
+                "exit_code": ENVIRONMENT,
+                "cause": f"rank {rank}: killed by {name}; the same command goes on from the last checkpoint",
+            }
+        elif status is None:
+            status = {"exit_code": ENVIRONMENT, "cause": "run: a rank ended without saying why; see log.txt in run.dir"}
+        run.write_status("failed", int(str(status["exit_code"])), str(status["cause"]))
     if status["exit_code"] == PREEMPTED:
         raise Preempted(str(status["cause"]))
     if status["exit_code"] != 0:
         raise RunFailed(int(str(status["exit_code"])), str(status["cause"]))
-
-
-def _status_age(run: RunDirectory) -> int | None:
-    try:
-        return (run.path / "status.json").stat().st_mtime_ns
-    except OSError:
-        return None

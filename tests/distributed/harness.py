@@ -77,7 +77,7 @@ def _rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        mesh = build(*layout, torch.device("cpu"))
+        mesh = build(*layout, torch.device("cpu"), timeout_seconds=60)
         value = function(mesh, *args)
         # Bytes, because torch would send a tensor as a handle to memory that ends with this process.
         results.put((rank, True, pickle.dumps(value)))

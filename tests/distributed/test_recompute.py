@@ -36,10 +36,12 @@ def step(model: Decoder) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Co
     """Loss, canonical gradients, and the collectives of backward."""
     ids, labels = tokens(model.model)
     loss = model.loss(ids, labels, samples=[5, 6, 7])
+    assert not any(parameter.grad is not None for parameter in model.parameters())
     with count_collectives() as seen:
         loss.backward()
         if model.queue is not None:
             model.queue.flush()
+    assert not any(parameter.grad.requires_grad for parameter in model.parameters() if parameter.grad is not None)
     return loss.detach(), tensors(model, gradients=True), list(seen)
 
 

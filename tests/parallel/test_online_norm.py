@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from boost.config import ParallelSection
+from boost.kernels.norm import divide_by_rms
+from boost.kernels.projections import norm_down
 from boost.model.blocks.bottleneck import BottleneckBlock
 from boost.parallel.collectives import pack_statistic, unpack_statistic
 from boost.parallel.mesh import Group, Mesh
@@ -148,10 +150,10 @@ def latent_error(z: Tensor, exact: Tensor) -> float:
 
 def online(x: Tensor, tp: int, gain: Tensor, a: Tensor) -> list[Tensor]:
     """z from raw products and the statistic in one bf16 all-reduce, for every order."""
-    folded = (gain.to(ROUNDED).unsqueeze(-1) * a.to(ROUNDED)).chunk(tp)
-    products = [shard @ rows for shard, rows in zip(x.chunk(tp, dim=-1), folded, strict=True)]
+    shards = zip(x.chunk(tp, dim=-1), gain.chunk(tp), a.chunk(tp), strict=True)
+    products = [norm_down(*shard)[0] for shard in shards]
     return [
-        (total * inverse_rms(squares).unsqueeze(-1)).to(ROUNDED)
+        divide_by_rms(total, squares, HIDDEN, EPS)
         for total, squares in zip(orders(products), bridge_squares(x, tp), strict=True)
     ]
 

@@ -57,7 +57,8 @@ def pick(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generat
     kept = torch.ones_like(probabilities, dtype=torch.bool)
     if top_k:
         kept[top_k:] = False
-    # A token is kept while the probability before it is below top_p, so the first always is.
+    # A token is kept while the probability before it is below top_p; the first always.
     kept &= probabilities.cumsum(-1) - probabilities < top_p
+    kept[0] = True
     choice = torch.multinomial(probabilities.masked_fill(~kept, 0), 1, generator=generator)
     return int(order[choice])

@@ -16,11 +16,27 @@ def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        wide = x.to(statistic_dtype(x.dtype))
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, inverse, gain)
+        return (wide * inverse).to(x.dtype) * gain.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, inverse, gain = ctx.saved_tensors
+        wide = x.to(inverse.dtype)
+        grad_gain = (grad * (wide * inverse).to(x.dtype)).sum(0, dtype=inverse.dtype).to(gain.dtype)
+        scaled = (grad * gain.to(grad.dtype)).to(inverse.dtype)
+        inner = (scaled * wide).mean(-1, keepdim=True)
+        return (inverse * (scaled - wide * inverse.square() * inner)).to(x.dtype), grad_gain, None
+
+
 def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain over a whole hidden dimension, [T, D] to [T, D]."""
-    wide = x_TD.to(statistic_dtype(x_TD.dtype))
-    normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normalised.to(x_TD.dtype) * gain_D.to(x_TD.dtype)
+    """x / sqrt(mean(x^2) + eps) * gain over a whole hidden dimension, [T, D] to [T, D]; saves x and 1/rms."""
+    return _RmsNorm.apply(x_TD, gain_D, eps)
 
 
 class _DivideByRms(torch.autograd.Function):

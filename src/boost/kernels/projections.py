@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from boost.kernels.norm import statistic_dtype
-from boost.parallel.recompute import output_is_unused
+from boost.kernels.replay import output_is_unused
 
 if TYPE_CHECKING:
     from boost.parallel.overlap import WeightGradQueue

@@ -35,9 +35,8 @@ class _HeadLoss(torch.autograd.Function):
             logits = (h @ weight.t()).to(wide)
             local = labels - start
             mine = (local >= 0) & (local < weight.shape[0])
-            rows, columns = mine.nonzero(as_tuple=True)[0], local[mine]
-            target = logits.new_zeros(len(labels))
-            target[rows] = logits[rows, columns]
+            column = local.where(mine, 0).unsqueeze(-1)
+            target = logits.gather(-1, column).squeeze(-1).where(mine, 0)
             shares = all_gather(torch.stack([logits.logsumexp(-1), target]), tp)
             lse, target = shares[:, 0].logsumexp(0), shares[:, 1].sum(0)
             kept = labels != IGNORED
@@ -46,7 +45,7 @@ class _HeadLoss(torch.autograd.Function):
                 continue
             # d loss / d logits = softmax - onehot, on the tokens that count.
             logits.sub_(lse.unsqueeze(-1)).exp_()
-            logits[rows, columns] -= 1
+            logits.scatter_add_(-1, column, -mine.to(wide).unsqueeze(-1))
             grad = logits.masked_fill_(~kept.unsqueeze(-1), 0).to(h.dtype)
             torch.mm(grad, weight, out=grad_h[begin : begin + chunk])
             if grad_w.dtype == grad.dtype:

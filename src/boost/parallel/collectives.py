@@ -61,6 +61,15 @@ def any_rank(flag: bool, group: Group) -> bool:
     return bool(raised.item())
 
 
+def same_on_all_ranks(value: int, group: Group) -> bool:
+    """Whether all ranks of the group hold the same number. Host-side, over gloo."""
+    if group.size == 1:
+        return True
+    extremes = torch.tensor([value, -value])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group.process_group)
+    return bool(extremes[0] == -extremes[1])
+
+
 def barrier(group: Group) -> None:
     """Returns when every rank has arrived. Host-side, over gloo."""
     any_rank(False, group)

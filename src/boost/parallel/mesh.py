@@ -47,7 +47,16 @@ def choose_device(device: str) -> torch.device:
         raise UserError("train.device", "no CUDA device is visible", expected="cpu or auto", got="cuda")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            "parallel",
+            "there are more ranks on this machine than GPUs",
+            expected=f"at most {torch.cuda.device_count()}",
+            got=f"local rank {local_rank}",
+            hint="lower tp, pp or dp, or start ranks on more machines",
+        )
+    return torch.device("cuda", local_rank)
 
 
 def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float) -> Mesh:
@@ -66,6 +75,12 @@ def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         )
     if world_size == 1:
         return Mesh(device=device)
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError(
+            "MASTER_ADDR, MASTER_PORT",
+            "the environment names ranks but not where they meet",
+            hint="export both before srun, or use torchrun",
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -73,21 +88,27 @@ def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_seconds),
     )
-    return build(pp, dp, tp, device)
+    return build(pp, dp, tp, device, timeout_seconds)
 
 
-def build(pp: int, dp: int, tp: int, device: torch.device) -> Mesh:
-    """The mesh over an already initialised default process group."""
-    from torch.distributed.device_mesh import init_device_mesh
+def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float) -> Mesh:
+    """The mesh over an initialised default process group; every group gets the timeout, which is not inherited."""
+    grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+    rank = dist.get_rank()
 
-    grid = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    def along(dimension: int) -> Group:
+        mine = Group()
+        # Every rank takes part in making every group, in the same order.
+        for ranks in grid.movedim(dimension, -1).flatten(0, 1).tolist():
+            if len(ranks) == 1:
+                continue
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
+            if rank in ranks:
+                mine = Group(ranks.index(rank), len(ranks), group)
+        return mine
 
-    def along(name: str) -> Group:
-        group = grid.get_group(name)
-        return Group(dist.get_rank(group), dist.get_world_size(group), group)
-
-    world = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-    return Mesh(world, along("pp"), along("dp"), along("tp"), device)
+    world = Group(rank, dist.get_world_size(), dist.group.WORLD)
+    return Mesh(world, along(0), along(1), along(2), device)
 
 
 def stop() -> None:

@@ -23,6 +23,7 @@ class WeightGradQueue:
         """Queues a function that computes the gradients of these parameters."""
         self._pending.append((parameters, compute))
 
+    @torch.no_grad()
     def flush(self) -> None:
         """Computes everything queued, oldest first, and adds it to `.grad` as autograd would."""
         pending, self._pending = self._pending, []

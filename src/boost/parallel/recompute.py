@@ -9,17 +9,16 @@ Dropout masks are functions of their place, so there is no generator state to re
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar, TypeVarTuple
 
 from torch.utils.checkpoint import checkpoint
 
+from boost.kernels.replay import repeating
+
 Args = TypeVarTuple("Args")
 R = TypeVar("R")
-
-_state = threading.local()
 
 
 def recompute_block(function: Callable[[*Args], R], *args: *Args) -> R:
@@ -34,7 +33,7 @@ def recompute_chunk(function: Callable[[*Args], R], *args: *Args) -> R:
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), _repeating()),
+        context_fn=lambda: (nullcontext(), repeating()),
     )
 
 
@@ -50,17 +49,3 @@ def recomputed(function: Callable[[*Args], R]) -> Callable[[*Args], R]:
 def call(function: Callable[[*Args], R], *args: *Args) -> R:
     """function(*args), saving what it saves."""
     return function(*args)
-
-
-def output_is_unused() -> bool:
-    """Whether a down-projection runs only so that its inputs are saved again."""
-    return getattr(_state, "repeating", False)
-
-
-@contextmanager
-def _repeating() -> Iterator[None]:
-    _state.repeating = True
-    try:
-        yield
-    finally:
-        _state.repeating = False

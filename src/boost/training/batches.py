@@ -68,7 +68,7 @@ class Batches:
         first = step * self.config.train.global_batch_size + self.dp.rank * self.per_rank
         micro_batches = []
         for start in range(0, self.per_rank, micro):
-            tokens = torch.from_numpy(np.stack(sequences[start : start + micro])).to(device, non_blocking=True)
+            tokens = torch.from_numpy(np.stack(sequences[start : start + micro])).to(device)
             samples = range(first + start, first + start + micro)
             micro_batches.append(MicroBatch(tokens[:, :-1], tokens[:, 1:], samples))
         hashes = torch.frombuffer(bytearray(b"".join(map(sequence_hash, sequences))), dtype=torch.uint8)

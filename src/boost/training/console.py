@@ -22,15 +22,15 @@ logger = logging.getLogger("boost")
 console = Console(file=sys.stdout, soft_wrap=True)
 
 
-def log_to_console() -> None:
-    """Sends this process's log to standard output."""
+def console_handler() -> logging.Handler:
+    """Sends a log to standard output."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, highlighter=None)
     else:
         handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
+    return handler
 
 
 class Progress:

@@ -14,11 +14,11 @@ from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
 from boost.checkpoint.weights import load_weights
 from boost.config import TrainConfig
 from boost.data.dataset import Dataset, open_dataset
-from boost.errors import NumericsError, Preempted, UserError
+from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder
-from boost.parallel.collectives import all_reduce, any_rank, barrier
+from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh
 from boost.parallel.overlap import WeightGradQueue
@@ -38,17 +38,18 @@ logger = logging.getLogger("boost")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
+def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest | None = None) -> None:
     """Trains to `train.steps`, resuming from the newest complete checkpoint of the run directory.
 
-    Every rank of the mesh calls it. Rank 0 owns the run directory's files; checkpoints are written by all ranks.
+    Every rank of the mesh calls it. Before every step all ranks look together whether one was asked to stop. Rank 0
+    owns the run directory's files; checkpoints are written by all ranks.
 
     Raises:
         UserError: configuration, data or checkpoint do not go together.
         NumericsError: a loss or gradient is not finite; nothing was updated or saved since the last checkpoint.
         Preempted: the run was asked to stop and has saved its state.
     """
-    main = mesh.world.rank == 0
+    main, stop = mesh.world.rank == 0, stop or StopRequest()
     dataset = open_dataset(config)
     batches = Batches(dataset.train, config, mesh.dp)
     model = build_model(config, mesh)
@@ -58,6 +59,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
     flops_per_token = costs.training_flops_per_token(config.model, config.train.sequence_length)
     peak = peak_flops(mesh.device, config.train.precision)
 
+    writer = None
     if main:
         run.write_config(config.to_yaml())
         run.rewind_metrics(start)
@@ -90,8 +92,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
 
     saved_at: int | None = start if start > 0 else None
     step = start
-    with StopRequest() as stop, Progress(config.train.steps, start, enabled=main) as progress:
-        before_first = validate(0) if start == 0 else None
+    with Progress(config.train.steps, start, enabled=main) as progress:
+        before_first = validate(0) if start == 0 and not any_rank(stop.requested, mesh.world) else None
         for batch in batches.iterate(start, config.train.steps, mesh.device):
             if any_rank(stop.requested, mesh.world):
                 break
@@ -99,6 +101,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
             lr = config.optimizer.lr * lr_multiplier(config.schedule, step, config.train.steps)
             loss, norm = update(model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1)
             step += 1
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
             seconds = time.perf_counter() - began
 
             flops = flops_per_token * tokens_per_step / seconds
@@ -136,10 +140,13 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory) -> None:
         writer.close()
         for path in write_plots(run.read_metrics(), run.path / "plots") if config.logging.plots else ():
             logger.info("plot %s", path)
+    barrier(mesh.world)  # the others stay until rank 0 has written all of this: a rank that exits ends the rest
     if stopped:
         raise Preempted(
             f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here"
         )
+    if step > config.train.steps:
+        logger.info("nothing to do: step %d is past train.steps = %d", step, config.train.steps)
     logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
 
 
@@ -154,7 +161,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
             dtype=dtype,
             seed=config.train.seed,
             recompute=config.train.recompute,
-            queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" else None,
+            queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" and mesh.tp.size > 1 else None,
         )
     initialize(model, config.train.seed, mesh.tp)
     return model
@@ -170,6 +177,10 @@ def restore(
 ) -> int:
     """Loads what the run starts from, and returns how many steps that has taken."""
     newest = latest(run.checkpoints)
+    if not same_on_all_ranks(-1 if newest is None else int(newest.name.removeprefix("step-")), mesh.world):
+        raise EnvironmentFailure(
+            str(run.checkpoints), "ranks see different newest checkpoints", hint="wait until the file system agrees"
+        )
     if newest is not None and config.run.resume == "false":
         raise UserError(
             "run.dir", f"{run.path} holds checkpoints", hint="set run.resume=auto to go on, or choose another run.dir"

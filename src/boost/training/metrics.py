@@ -17,6 +17,7 @@ logger = logging.getLogger("boost")
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
@@ -43,17 +44,18 @@ def peak_memory_bytes(device: torch.device) -> int:
 class MetricsWriter:
     """Appends one JSON object per step, and mirrors the numbers to TensorBoard where asked.
 
-    A backend that fails is reported once and dropped; it never stops the training.
+    A backend that fails is reported once and dropped; it never stops the training. Scalars from `first_step` on that
+    an interrupted run left are dropped, because those steps are taken again.
     """
 
-    def __init__(self, path: Path, tensorboard_dir: Path | None) -> None:
+    def __init__(self, path: Path, tensorboard_dir: Path | None, first_step: int = 1) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._tensorboard: Any = None
         if tensorboard_dir is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(str(tensorboard_dir))
+                self._tensorboard = SummaryWriter(str(tensorboard_dir), purge_step=first_step)
             except Exception as error:
                 logger.warning("no TensorBoard scalars: %s", error)
 

@@ -62,26 +62,28 @@ class RunDirectory:
         Raises:
             UserError: another process holds it.
         """
-        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until the process ends
+        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until `unlock` or the end of the process
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
+            self.unlock()
             raise UserError(
                 "run.dir", f"{self.path} is in use by another run", hint="wait for it to end or choose another run.dir"
             ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): make sure that only one run uses it", self.path, error.strerror)
 
-    def check_free(self) -> None:
-        """Raises as `lock` would, without keeping the lock."""
-        self.lock()
-        assert self._lock is not None
-        self._lock.close()
+    def unlock(self) -> None:
+        """Lets other runs in again."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
-    def log_to_file(self, level: int = logging.INFO) -> None:
-        """Sends this process's log to log.txt, after whatever earlier runs wrote there."""
+    def log_handler(self) -> logging.Handler:
+        """Sends a log to log.txt, after whatever earlier runs wrote there."""
         handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        handler.setLevel(level)
-        logger.addHandler(handler)
+        return handler
 
     def append_log(self, text: str) -> None:
         """Adds lines to log.txt from a process that does not log there, such as a failing rank."""

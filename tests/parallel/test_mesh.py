@@ -1,0 +1,73 @@
+"""Groups of the mesh: who is in which, and how long they wait."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from boost.errors import UserError
+from boost.parallel.collectives import same_on_all_ranks
+from boost.parallel.mesh import Mesh, build, start
+from tests.distributed.harness import run_ranks
+
+
+def _members(mesh: Mesh) -> dict[str, list[int]]:
+    members = {}
+    for name in ("pp", "dp", "tp"):
+        group = getattr(mesh, name)
+        members[name] = dist.get_process_group_ranks(group.process_group) if group.process_group else []
+        assert group.rank == (members[name].index(mesh.world.rank) if members[name] else 0)
+        assert group.size == max(1, len(members[name]))
+    return members
+
+
+def test_tp_ranks_are_neighbours() -> None:
+    seen = run_ranks(4, _members, layout=(1, 2, 2))
+    assert [s["tp"] for s in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [s["dp"] for s in seen] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [s["pp"] for s in seen] == [[]] * 4
+
+
+def _hang(mesh: Mesh) -> tuple[float, str]:
+    """Rank 1 never joins a collective on the tp group of a mesh with a short timeout."""
+    mine = build(1, 1, 2, torch.device("cpu"), timeout_seconds=2)
+    began = time.monotonic()
+    message = ""
+    if mine.tp.rank == 0:
+        try:
+            dist.all_reduce(torch.zeros(1), group=mine.tp.process_group)
+        except RuntimeError as error:
+            message = str(error)
+    else:
+        time.sleep(4)
+    return time.monotonic() - began, message
+
+
+def test_the_timeout_reaches_every_group() -> None:
+    seconds, message = run_ranks(2, _hang)[0]
+    assert message
+    assert 1.5 < seconds < 10
+
+
+def _agree(mesh: Mesh) -> tuple[bool, bool]:
+    return same_on_all_ranks(7, mesh.world), same_on_all_ranks(mesh.world.rank, mesh.world)
+
+
+def test_agreement() -> None:
+    assert run_ranks(3, _agree) == [(True, False)] * 3
+
+
+def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match=r"pp\*dp\*tp = 1\*1\*2 = 2, got WORLD_SIZE = 3"):
+        start(1, 1, 2, torch.device("cpu"), 10)
+
+
+def test_ranks_without_a_meeting_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        start(1, 1, 2, torch.device("cpu"), 10)
