@@ -19,6 +19,8 @@ from boost.training.run_directory import RunDirectory
 from tests.training.conftest import with_changes
 from tests.training.runs import losses, metrics, run, state_hash
 
+pytestmark = pytest.mark.slow
+
 Settings = dict[str, Any]
 
 

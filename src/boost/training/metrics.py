@@ -98,7 +98,7 @@ def write_plots(records: list[dict[str, Any]], directory: Path) -> list[Path]:
         axes.plot(steps, [record[name] for record in records], linewidth=1, label="training")
         if name == "loss" and validated:
             where = [record.get("val_step", record["step"]) for record in validated]
-            axes.plot(where, [record["val_loss"] for record in validated], "o-", label="validation")
+            axes.plot(where, [record["val_loss"] for record in validated], "o", label="validation")
             axes.legend()
         axes.set_xlabel("step")
         axes.set_ylabel(label)
