@@ -9,10 +9,11 @@ from boost.config import TrainConfig, preset_names
 SIZES = ("60m", "130m", "350m", "1b", "7b")
 PUBLISHED = ["quickstart", *(f"{kind}-{size}" for kind in ("cola", "llama", "svd") for size in SIZES)]
 PUBLISHED += ["boost-3b", "boost-13b", "boost-30b"]
+OURS = ["bench-1024"]
 
 
 def test_the_presets_are_the_documented_ones() -> None:
-    assert preset_names() == sorted(PUBLISHED)
+    assert preset_names() == sorted(PUBLISHED + OURS)
 
 
 @pytest.mark.parametrize("name", preset_names())
