@@ -338,7 +338,6 @@ def test_exact_steps_are_for_loro_only() -> None:
         ("train.compile", True),
         ("parallel.pp", 2),
         ("parallel.zero", 1),
-        ("parallel.sequence_sharded_bottleneck", True),
         ("parallel.dp_replicate", 2),
         ("checkpoint.asynchronous", True),
         ("logging.wandb", True),
@@ -350,6 +349,27 @@ def test_what_is_not_available_says_what_is(field: str, value: object) -> None:
     problem = refusal(**{section: {name: value}})
     available = ", ".join(str(choice).lower() for choice in NOT_AVAILABLE[field])
     assert problem.endswith(f"{field}: {str(value).lower()} is not available in this version (available: {available})")
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"bridge_dtype": "int8", "tensor_layout": "vanilla"},
+        {"bridge_dtype": "fp32", "overlap": "split_batch"},
+        {"bridge_dtype": "fp8", "sequence_sharded_bottleneck": True},
+        {"sequence_sharded_bottleneck": True, "tensor_layout": "vanilla_sharded_heads"},
+        {"sequence_sharded_bottleneck": True, "overlap": "split_batch"},
+        {"sequence_sharded_bottleneck": True, "norm": "sync"},
+    ],
+    ids=str,
+)
+def test_bridges_that_do_not_go_together(parallel: dict[str, Any]) -> None:
+    assert f"parallel.{next(iter(parallel))}" in refusal(parallel=parallel)
+
+
+@pytest.mark.parametrize("option", [{"bridge_dtype": "int8"}, {"sequence_sharded_bottleneck": True}], ids=str)
+def test_other_bridges_need_low_rank_linears(option: dict[str, Any]) -> None:
+    assert f"parallel.{next(iter(option))}" in refusal(model={"linear": "dense", "rank": None}, parallel=option)
 
 
 # Files

@@ -157,7 +157,7 @@ def evaluate(
 def bench_layouts(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],
     overrides: Overrides = None,
-    link: Annotated[str, typer.Option(help="Bytes per second between ranks; auto (as A100s) or none.")] = "auto",
+    link: Annotated[str, typer.Option(help="Bytes per second between ranks; auto (as A100s), none, replay.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant, in turns.")] = 7,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart here, as PNG.")] = None,

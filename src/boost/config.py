@@ -191,7 +191,14 @@ class ParallelSection(_Section):
     overlap: Literal["none", "weight_grads", "split_batch"] = Field(
         default="none", description="what hides the collectives: weight gradients, or the other half of the micro-batch"
     )
-    sequence_sharded_bottleneck: bool = Field(default=False, description="keep bottlenecks sharded over tokens")
+    bridge_dtype: Literal["compute", "fp32", "int8", "fp8"] = Field(
+        default="compute",
+        description="btp's r-wide tensors on the wire: as computed, or widened; int8 and fp8 are lossy, the norm exact",
+    )
+    sequence_sharded_bottleneck: bool = Field(
+        default=False,
+        description="btp: keep bottlenecks sharded over tokens; recompute latent then repeats all-gathers",
+    )
     dp_replicate: Size = Field(default=1, description="groups of dp ranks that repeat what ZeRO shards inside each")
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"] = Field(
         default="1f1b", description="order of micro-batches in the pipeline; no effect with pp = 1"
@@ -286,6 +293,7 @@ class TrainConfig(_Section):
         violations = [
             *_model_rules(self),
             *_tensor_parallel_rules(self),
+            *_bridge_rules(self),
             *_training_rules(self),
             *_availability_rules(self),
         ]
@@ -364,6 +372,41 @@ def _tensor_parallel_rules(config: TrainConfig) -> Iterator[Violation]:
             )
 
 
+def _bridge_rules(config: TrainConfig) -> Iterator[Violation]:
+    """Which forms of BTP's bridge go together."""
+    parallel = config.parallel
+    if parallel.bridge_dtype != "compute" and (
+        config.layout != "btp" or parallel.overlap == "split_batch" or parallel.sequence_sharded_bottleneck
+    ):
+        yield Violation(
+            (
+                "parallel.bridge_dtype",
+                "model.linear",
+                "parallel.tensor_layout",
+                "parallel.overlap",
+                "parallel.sequence_sharded_bottleneck",
+            ),
+            "is for the plain bridges of BTP: not for split_batch, nor for bottlenecks sharded over tokens",
+            expected="compute",
+            got=parallel.bridge_dtype,
+        )
+    if parallel.sequence_sharded_bottleneck and (
+        config.layout != "btp" or parallel.overlap == "split_batch" or parallel.norm == "sync"
+    ):
+        yield Violation(
+            (
+                "parallel.sequence_sharded_bottleneck",
+                "model.linear",
+                "parallel.tensor_layout",
+                "parallel.overlap",
+                "parallel.norm",
+            ),
+            "is for the bridges of BTP with the online norm, and not for split_batch",
+            expected="false",
+            got="true",
+        )
+
+
 def _training_rules(config: TrainConfig) -> Iterator[Violation]:
     train, dp = config.train, config.parallel.dp
     unit, unit_text = dp, f"parallel.dp = {dp}"
@@ -422,7 +465,6 @@ NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "train.compile": (False,),
     "parallel.pp": (1,),
     "parallel.zero": (0,),
-    "parallel.sequence_sharded_bottleneck": (False,),
     "parallel.dp_replicate": (1,),
     "checkpoint.asynchronous": (False,),
     "logging.wandb": (False,),

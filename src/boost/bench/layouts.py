@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import socket
@@ -28,26 +29,28 @@ def bench_layouts(
 
     Args:
         link: `none` (loopback), `auto` (namespaces joined by links whose rate gives this machine's compute the balance
-            of A100s over NVLink), or a rate in bytes per second.
+            of A100s over NVLink), a rate in bytes per second, or `replay` (one rank alone, its collectives on a
+            modelled link of the rate of `auto`, for more ranks than cores).
         rounds: timed steps of each variant, in turns.
 
     Raises:
         UserError: an unknown link.
         EnvironmentFailure: namespaces are not possible here, or a rank failed.
     """
-    rate = _rate(config, link)
+    rate, replay = _rate(config, link), link == "replay"
     variants = list(variants if variants is not None else layout_variants())
     with ExitStack() as stack:
         cluster = None
-        if rate is not None:
+        if rate is not None and not replay:
             try:
                 cluster = stack.enter_context(limited_links(config.parallel.tp, rate))
             except LinkError as error:
                 raise EnvironmentFailure("--link", f"no rate-limited link: {error}", hint="use --link none") from error
-        rows = _run_ranks(config, variants, rounds, cluster)
+        rows = _replay(config, variants, rounds, rate) if replay else _run_ranks(config, variants, rounds, cluster)
     return {
         "machine": _machine(),
         "config": config.model_dump(mode="json"),
+        "link": "replay" if replay else "none" if rate is None else "limited",
         "link_bytes_per_second": rate,
         "rows": [_summary(row) for row in rows],
     }
@@ -56,13 +59,16 @@ def bench_layouts(
 def _rate(config: TrainConfig, link: str) -> float | None:
     if link == "none":
         return None
-    if link == "auto":
+    if link in ("auto", "replay"):
         return _gemm_rate(config) / FLOP_PER_BYTE
     try:
-        return float(link)
+        rate = float(link)
     except ValueError:
-        expected = "a rate in bytes per second, auto or none"
-        raise UserError("--link", "is not allowed", expected=expected, got=link) from None
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        expected = "a rate in bytes per second, auto, none or replay"
+        raise UserError("--link", "is not allowed", expected=expected, got=link)
+    return rate
 
 
 def _gemm_rate(config: TrainConfig) -> float:
@@ -90,27 +96,40 @@ def _run_ranks(
     config: TrainConfig, variants: Sequence[Variant], rounds: int, cluster: Cluster | None
 ) -> list[dict[str, Any]]:
     world = config.parallel.tp
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": cluster.master if cluster else "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    if cluster:
+        common["GLOO_SOCKET_IFNAME"] = cluster.interface
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return _run_job("boost.bench.worker", _job(config, variants, rounds), ranks, cluster)
+
+
+def _replay(config: TrainConfig, variants: Sequence[Variant], rounds: int, rate: float | None) -> list[dict[str, Any]]:
+    return _run_job("boost.bench.replay", _job(config, variants, rounds) | {"bytes_per_second": rate}, [{}], None)
+
+
+def _job(config: TrainConfig, variants: Sequence[Variant], rounds: int) -> dict[str, Any]:
+    described = [{"name": v.name, "layout": v.layout, "options": v.options} for v in variants]
+    return {"config": config.model_dump(mode="json"), "variants": described, "rounds": rounds}
+
+
+def _run_job(
+    module: str, job: dict[str, Any], ranks: Sequence[dict[str, str]], cluster: Cluster | None
+) -> list[dict[str, Any]]:
+    """Runs a module once per rank, each with its environment, on a job that is a file; returns what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as directory:
-        job, out = Path(directory) / "job.json", Path(directory) / "rows.json"
-        described = [{"name": v.name, "layout": v.layout, "options": v.options} for v in variants]
-        job.write_text(
-            json.dumps(
-                {"config": config.model_dump(mode="json"), "variants": described, "rounds": rounds, "out": str(out)}
-            )
-        )
-        command = [sys.executable, "-m", "boost.bench.worker", str(job)]
-        common = _environment() | {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": cluster.master if cluster else "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-        }
-        if cluster:
-            common["GLOO_SOCKET_IFNAME"] = cluster.interface
+        path, out = Path(directory) / "job.json", Path(directory) / "rows.json"
+        path.write_text(json.dumps(job | {"out": str(out)}))
+        command = [sys.executable, "-m", module, str(path)]
         processes = []
-        for rank in range(world):
-            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank, environment in enumerate(ranks):
             full = cluster.command(rank, command) if cluster else command
-            processes.append(subprocess.Popen(full, env=environment, stderr=subprocess.PIPE, text=True))
+            processes.append(
+                subprocess.Popen(full, env=_environment() | environment, stderr=subprocess.PIPE, text=True)
+            )
         try:
             errors = [process.communicate()[1] for process in processes]
         finally:

@@ -15,6 +15,8 @@ def markdown(result: dict[str, Any]) -> str:
     }
     rate = result["link_bytes_per_second"]
     link = "no limit (loopback)" if rate is None else f"{rate / 1e6:.0f} MB/s per rank and direction"
+    if result["link"] == "replay":
+        link = f"REPLAYED: one rank's CPU time, collectives on a modelled serial link of {link}"
     model, train = result["config"]["model"], result["config"]["train"]
     lines = [
         f"tp {result['config']['parallel']['tp']}, hidden {model['hidden_size']}, {model['layers']} layers, "

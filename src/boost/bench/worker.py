@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,18 @@ def main() -> None:
     meshes.stop()
 
 
-def measure(base: TrainConfig, variants: list[Variant], mesh: Mesh, rounds: int) -> list[dict[str, Any]]:
-    """One row per variant: counts first, then `rounds` timed steps of each in turns (A B C A B C ...)."""
+def measure(
+    base: TrainConfig,
+    variants: list[Variant],
+    mesh: Mesh,
+    rounds: int,
+    timed: Callable[[Step], tuple[float, float]] = Step.timed,
+) -> list[dict[str, Any]]:
+    """One row per variant: counts first, then `rounds` timed steps of each in turns (A B C A B C ...).
+
+    Args:
+        timed: takes a step and returns its seconds and those of them spent waiting.
+    """
     rows = [_counted(variant, variant.config(base), mesh) for variant in variants]
     steps = [Step(variant.config(base), mesh) for variant in variants]
     for row, step in zip(rows, steps, strict=True):
@@ -43,7 +54,7 @@ def measure(base: TrainConfig, variants: list[Variant], mesh: Mesh, rounds: int)
     times: list[list[tuple[float, float]]] = [[] for _ in variants]
     for _ in range(rounds):
         for number, step in enumerate(steps):
-            times[number].append(step.timed())
+            times[number].append(timed(step))
     for row, seen in zip(rows, times, strict=True):
         row["seconds"] = [seconds for seconds, _ in seen]
         row["waits"] = [wait for _, wait in seen]

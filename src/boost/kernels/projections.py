@@ -77,20 +77,25 @@ def linear(x_Ti: Tensor, weight_oi: Tensor, queue: WeightGradQueue | None = None
 class _GroupedUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, z: Tensor, weight: Tensor, act: Callable[[Tensor], Tensor], queue: WeightGradQueue | None
+        ctx: Any,
+        h: Tensor,
+        kept: Tensor,
+        weight: Tensor,
+        again: Callable[[Tensor], Tensor],
+        queue: WeightGradQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(z, weight)
-        ctx.act = act
+        ctx.save_for_backward(kept, weight)
+        ctx.again = again
         _keep(ctx, queue, weight)
         return torch.bmm(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
 
     @staticmethod
     def backward(ctx: Any, grad_GTo: Tensor) -> Any:
-        z_TGr, weight = ctx.saved_tensors
+        kept_TGr, weight = ctx.saved_tensors
         grad_h = torch.bmm(grad_GTo, weight.to(grad_GTo.dtype).transpose(0, 1)).transpose(0, 1)
 
         def grad_weight() -> list[Tensor]:
-            h_GTr = ctx.act(z_TGr).transpose(0, 1)
+            h_GTr = ctx.again(kept_TGr).transpose(0, 1)
             return [torch.bmm(grad_GTo.transpose(1, 2), h_GTr).transpose(0, 1).to(weight.dtype)]
 
         return grad_h, None, *_now_or_later(ctx, grad_weight), None, None
@@ -98,16 +103,16 @@ class _GroupedUp(torch.autograd.Function):
 
 def grouped_up(
     h_TGr: Tensor,
-    z_TGr: Tensor,
+    kept_TGr: Tensor,
     weight_oGr: Tensor,
-    act: Callable[[Tensor], Tensor],
+    again: Callable[[Tensor], Tensor],
     queue: WeightGradQueue | None = None,
 ) -> Tensor:
-    """G products h_g B_g at once, where h = act(z): latents [T, G, r] and weights [o, G, r] to [G, T, o].
+    """G products h_g B_g at once: latents [T, G, r] and weights [o, G, r] to [G, T, o].
 
-    Saves z, which the activation saves anyway, instead of h.
+    Saves `kept` instead of h = again(kept): z, say, which an activation saves anyway.
     """
-    return _GroupedUp.apply(h_TGr, z_TGr.detach(), weight_oGr, act, queue)
+    return _GroupedUp.apply(h_TGr, kept_TGr.detach(), weight_oGr, again, queue)
 
 
 class _NormDown(torch.autograd.Function):

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 
 Recompute = Literal["none", "block", "latent"]
@@ -47,7 +46,8 @@ class Context:
         dropout: the rate; 0 where the model is not training.
         seed, samples: with dropout, the run's seed and each sequence's global sample index.
         recompute: what backward computes again instead of keeping it.
-        interleaved: two halves of the batch take turns (`boost.parallel.interleave`).
+        interleaved: two halves of the batch take turns (`boost.parallel.interleave`), and latents' gradients are
+            summed by hand.
         queue: takes weight gradients that can wait for an all-reduce to hide behind, or None.
     """
 
@@ -63,9 +63,10 @@ class Context:
     queue: WeightGradQueue | None = None
     interleaved: bool = False
 
-    def sum_group(self, tp: Group) -> Group:
-        """The ranks over which autograd sums a latent's gradient; none where `interleaved` does it by hand."""
-        return Group() if self.interleaved else tp
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.batch * self.sequence
 
     def drop(self, x: Tensor, layer: int, site: str, shard: int | None) -> Tensor:
         """Dropout on x [T, n] with a mask that is a function of where it is applied, never of generator state.

@@ -17,7 +17,7 @@ from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Group
 
 IGNORED = -100
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 256
 
 
 class _HeadLoss(torch.autograd.Function):

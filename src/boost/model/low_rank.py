@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from boost.kernels.projections import grouped_up, matmul
 from boost.model.activation import Activation
-from boost.parallel.collectives import sum_backward
+from boost.parallel.bridge import Latent
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.sharding import Init, Part, Sharded, padded_share
@@ -85,7 +85,7 @@ class Down(Sharded):
 
 
 class Up(Sharded):
-    """B of one or more linears of equal output width, as one batched GEMM: latents h = act(z) [T, G, r] to [G, T, o].
+    """B of one or more linears of equal output width, as one batched GEMM: latents h [T, G, r] to [G, T, o].
 
     Args:
         linears: of equal output width.
@@ -127,8 +127,10 @@ class Up(Sharded):
         )
         return {"weight": weight, "bias": bias}
 
-    def forward(self, h_TGr: Tensor, z_TGr: Tensor, act: Activation, queue: WeightGradQueue | None = None) -> Tensor:
-        y_GTo = grouped_up(h_TGr, z_TGr, self.weight, act, queue)
+    def forward(
+        self, h_TGr: Tensor, kept_TGr: Tensor, again: Activation, queue: WeightGradQueue | None = None
+    ) -> Tensor:
+        y_GTo = grouped_up(h_TGr, kept_TGr, self.weight, again, queue)
         return self.add_bias(y_GTo) if self.split == "wide" else y_GTo
 
     def add_bias(self, y_GTo: Tensor) -> Tensor:
@@ -168,23 +170,16 @@ class Pairs(nn.Module):
             ),
         )
 
-    def up(self, z: Sequence[Tensor], act: Activation, tp: Group, queue: WeightGradQueue | None = None) -> list[Tensor]:
-        """act and B: latents z, one [T, G * r] per `Down`, to one [G, T, o] per B GEMM.
-
-        With B sharded on its wide side, each rank makes another part of the output of the same latent, so the
-        latent's gradient is summed over the ranks.
-        """
+    def up(self, latents: Sequence[Latent], queue: WeightGradQueue | None = None) -> list[Tensor]:
+        """B: latents, one [T, G * r] per `Down`, to one [G, T, o] per B GEMM."""
         outputs = []
-        for z_TR, ups in zip(z, self.ups, strict=True):
-            h_TR = act(z_TR)
-            if ups[0].split == "wide":
-                h_TR = sum_backward(h_TR, tp, queue)
+        for (h_TR, kept_TR, again), ups in zip(latents, self.ups, strict=True):
             total = sum(len(up.linears) for up in ups)
-            h_TGr, z_TGr = (latent.unflatten(-1, (total, -1)) for latent in (h_TR, z_TR))
+            h_TGr, kept_TGr = (tensor.unflatten(-1, (total, -1)) for tensor in (h_TR, kept_TR))
             start = 0
             for up in ups:
                 group = slice(start, start + len(up.linears))
-                outputs.append(up(h_TGr[:, group], z_TGr[:, group], act, queue))
+                outputs.append(up(h_TGr[:, group], kept_TGr[:, group], again, queue))
                 start = group.stop
         return outputs
 

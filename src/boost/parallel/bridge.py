@@ -3,18 +3,32 @@
 One all-reduce of an r-wide tensor, and with Online RMSNorm the norm's statistic in the same all-reduce and the
 division after it. Blocking and differentiable as a call; or started and finished separately, with the backward by
 hand, so that computation of another half of the batch runs in between.
+
+This one sums in the type of the activations. `boost.parallel.wire` has the bridge that sends another type,
+`boost.parallel.sharded_bridge` the one that keeps latents sharded over tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from boost.kernels.norm import divide_by_rms
-from boost.parallel.collectives import online_bridge, pack_online, start_all_reduce, sum_forward, unpack_online
+from boost.parallel.collectives import (
+    online_bridge,
+    pack_online,
+    start_all_reduce,
+    sum_backward,
+    sum_forward,
+    unpack_online,
+)
 from boost.parallel.mesh import Group
+from boost.parallel.overlap import WeightGradQueue
+
+Activation = Callable[[Tensor], Tensor]
 
 
 class Partial(NamedTuple):
@@ -27,6 +41,25 @@ class Partial(NamedTuple):
 
     product_TR: Tensor
     norm_T: Tensor | None = None
+
+
+class Latent(NamedTuple):
+    """What a pair's B reads.
+
+    Attributes:
+        h_TR: act(z) of all tokens.
+        kept_TR: what is saved for the gradient of B.
+        again: computes h from that.
+    """
+
+    h_TR: Tensor
+    kept_TR: Tensor
+    again: Activation
+
+
+def local_latent(z_TR: Tensor, act: Activation) -> Latent:
+    """Of a latent whose gradient needs no sum here."""
+    return Latent(act(z_TR), z_TR, act)
 
 
 class Pending(NamedTuple):
@@ -46,7 +79,7 @@ class Crossed(NamedTuple):
 
 
 class Bridge:
-    """All-reduce forward, identity backward.
+    """Calling it: all-reduce forward, identity backward. `spread`: identity forward, all-reduce backward.
 
     Args:
         tp: the ranks that hold partial products.
@@ -58,10 +91,26 @@ class Bridge:
 
     def __call__(self, partial: Partial) -> Tensor:
         """The complete latent z [T, R], equal on all ranks."""
+        total_TR, squares_T = self.sum(partial)
+        return total_TR if squares_T is None else divide_by_rms(total_TR, squares_T, self.hidden_size, self.eps)
+
+    def sum(self, partial: Partial) -> tuple[Tensor, Tensor | None]:
+        """The sum of the products, and of the squares of the norms where there are any."""
         if partial.norm_T is None:
-            return sum_forward(partial.product_TR, self.tp)
-        total_TR, squares_T = online_bridge(partial.product_TR, partial.norm_T, self.tp)
-        return divide_by_rms(total_TR, squares_T, self.hidden_size, self.eps)
+            return sum_forward(partial.product_TR, self.tp), None
+        return online_bridge(partial.product_TR, partial.norm_T, self.tp)
+
+    def spread(
+        self, z_TR: Tensor, act: Activation, tokens: int, queue: WeightGradQueue | None, *, thrifty: bool
+    ) -> Latent:
+        """h = act(z) as B reads it. Each rank has another part of B, so the gradient of h is summed over them.
+
+        Args:
+            tokens: T.
+            queue: weight gradients that can be computed behind that sum.
+            thrifty: save no more than z for backward, even if h must then be gathered a second time.
+        """
+        return Latent(sum_backward(act(z_TR), self.tp, queue), z_TR, act)
 
     def start(self, partial: Partial) -> Pending:
         """Begins the all-reduce; `finish` waits for it."""

@@ -52,6 +52,48 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return stacked
 
 
+def start_all_to_all(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
+    """Begins to send piece i of x, cut in `size` along its first dimension, to rank i.
+
+    Returns:
+        Where the pieces meant for this rank arrive, in rank order, and what to wait for.
+    """
+    received = torch.empty_like(x)
+    work = dist.all_to_all_single(received, x, group=group.process_group, async_op=True)
+    return received, work
+
+
+def reduce_scatter_rows(x: Tensor, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
+    """This rank's share of the rows of the sum over the group, ceil(rows / size) of them. Not differentiable.
+
+    Weight gradients in the queue are computed while the sum is under way.
+    """
+    padding = -len(x) % group.size
+    rows = torch.cat([x.detach(), x.new_zeros(padding, *x.shape[1:])]) if padding else x.detach().contiguous()
+    share = rows.new_empty(len(rows) // group.size, *x.shape[1:])
+    work = _reduce_scatter(share.view(-1), rows.view(-1), group=group.process_group, async_op=True)
+    finish_behind(work, queue)
+    return share
+
+
+def all_gather_rows(x: Tensor, rows: int, group: Group) -> Tensor:
+    """The shares of all ranks as one tensor of that many rows, padding removed. Not differentiable."""
+    return all_gather(x, group).flatten(0, 1)[:rows]
+
+
+def reinterpreted(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of columns of rows as another type. A copy: where they lie need not be aligned for it."""
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def finish_behind(work: dist.Work | None, queue: WeightGradQueue | None) -> None:
+    """Waits for a collective, and computes what is in the queue first."""
+    if queue is not None:
+        queue.flush()
+    if work is not None:
+        work.wait()
+
+
 def any_rank(flag: bool, group: Group) -> bool:
     """Whether any rank of the group raises the flag: the same answer on all of them. Host-side, over gloo."""
     if group.size == 1:
@@ -107,10 +149,7 @@ class _SumBackward(torch.autograd.Function):
         if ctx.queue is None:
             return all_reduce(grad, ctx.group), None, None
         total = grad.clone(memory_format=torch.contiguous_format)
-        under_way = start_all_reduce(total, ctx.group)
-        ctx.queue.flush()
-        if under_way is not None:
-            under_way.wait()
+        finish_behind(start_all_reduce(total, ctx.group), ctx.queue)
         return total, None, None
 
 
@@ -254,7 +293,7 @@ def online_bridge(partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective seen on the wire: its name, the elements of the tensor that it reduces, gathers or scatters."""
+    """One collective seen on the wire: its name, and the size of the tensor it reduces, gathers, scatters or swaps."""
 
     name: str
     elements: int
@@ -262,7 +301,7 @@ class Collective:
 
     @property
     def all_reduced_elements(self) -> float:
-        """In the unit of an all-reduce: a reduce-scatter or an all-gather moves half of it."""
+        """In the unit of an all-reduce: a reduce-scatter, an all-gather or an all-to-all moves half of it."""
         return self.elements if self.name == "all_reduce" else self.elements / 2
 
 
@@ -286,6 +325,8 @@ class _Counter(TorchDispatchMode):
             self._add("all_gather", args[0])  # the output
         elif "reduce_scatter" in name:
             self._add("reduce_scatter", args[1])  # the input
+        elif "alltoall" in name or "all_to_all" in name:
+            self._add("all_to_all", args[0])  # the output, as large as the input
         elif name not in ("wait_tensor", "barrier"):
             self._add(name, args[0])
 

@@ -26,7 +26,8 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear, Pairs
 from boost.model.norm import Gain
-from boost.parallel.bridge import Bridge, Partial
+from boost.parallel.bridge import Latent, Partial, local_latent
+from boost.parallel.bridges import make_bridge
 from boost.parallel.collectives import sum_both
 from boost.parallel.interleave import Stage
 from boost.parallel.mesh import Group
@@ -60,7 +61,7 @@ class BottleneckBlock(nn.Module):
         self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype, tp)
         self.gate_up = pairs([gate, up], parallel.group_linears)
         self.down = pairs([down])
-        self.bridge = Bridge(tp, model.hidden_size, model.norm_eps)
+        self.bridge = make_bridge(parallel, tp, model.hidden_size, model.norm_eps)
 
     def forward(self, x_Td: Tensor, context: Context) -> Tensor:
         z: Sequence[Tensor] = ()
@@ -115,11 +116,16 @@ class BottleneckBlock(nn.Module):
 
     def up(self, pairs: Pairs, z: Sequence[Tensor], context: Context) -> list[Tensor]:
         """The pairs' outputs, one [T, o] per linear, from their bridged latents."""
-        return [
-            y_To
-            for y_GTo in pairs.up(z, self.act, context.sum_group(self.tp), context.queue)
-            for y_To in y_GTo.unbind(0)
-        ]
+        latents = [self.latent(pairs, part, context) for part in z]
+        return [y_To for y_GTo in pairs.up(latents, context.queue) for y_To in y_GTo.unbind(0)]
+
+    def latent(self, pairs: Pairs, z_TR: Tensor, context: Context) -> Latent:
+        """The activation, and in backward the sum of the latent's gradient over the ranks."""
+        if context.interleaved:
+            return local_latent(z_TR, self.act)
+        # Only the last B lies outside the chunks that are recomputed, so what it saves stays.
+        thrifty = context.recompute == "latent" and pairs is self.down
+        return self.bridge.spread(z_TR, self.act, context.tokens, context.queue, thrifty=thrifty)
 
     def add_branch(self, x_Td: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""

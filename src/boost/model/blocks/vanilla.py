@@ -23,6 +23,7 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear, Pairs, Up
 from boost.model.norm import Gain
+from boost.parallel.bridge import local_latent
 from boost.parallel.collectives import gather_last, scatter_last, sum_backward, sum_forward
 from boost.parallel.mesh import Group
 from boost.parallel.recompute import call, recompute_chunk
@@ -93,7 +94,8 @@ class VanillaBlock(nn.Module):
         """The pairs' outputs, complete on every rank, or with `scatter_heads` this rank's heads of them."""
         outputs: list[Tensor] = []
         ups = [up for group in pairs.ups for up in group]
-        for up, partial_GTO in zip(ups, pairs.up(z, self.act, self.tp, context.queue), strict=True):
+        latents = [local_latent(part, self.act) for part in z]
+        for up, partial_GTO in zip(ups, pairs.up(latents, context.queue), strict=True):
             if scatter_heads:
                 # The bias belongs to whole outputs: this rank adds its heads' share of it.
                 outputs += self.add_head_bias(up, scatter_last(partial_GTO, self.tp)).unbind(0)
