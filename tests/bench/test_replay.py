@@ -167,7 +167,7 @@ def test_a_lonely_rank_does_what_a_real_one_does() -> None:
     assert counts(replay["rows"]) == counts(real["rows"])
     for mine, other in zip(replay["rows"], real["rows"], strict=True):
         # gloo's thread may hold a finished collective's tensors while the next operation allocates.
-        assert 0.9 * other["peak_memory_bytes"] <= mine["peak_memory_bytes"] <= other["peak_memory_bytes"]
+        assert mine["peak_memory_bytes"] == pytest.approx(other["peak_memory_bytes"], rel=0.1)
     assert (real["link"], replay["link"]) == ("none", "replay")
     assert replay["link_bytes_per_second"] > 0
     for row in replay["rows"]:
