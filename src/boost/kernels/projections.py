@@ -1,4 +1,4 @@
-"""The GEMMs of a block, each one Function that saves its input and the master weight and nothing else.
+"""The GEMMs of a block, each one Function that saves the master weight and its input (or what that comes from).
 
 Weights are held in fp32 beside bf16 activations; the bf16 copy is made where it is used and never saved. With a
 `WeightGradQueue` the weight's gradient is put off until an all-reduce can hide it.
@@ -20,6 +20,8 @@ from boost.kernels.replay import output_is_unused
 if TYPE_CHECKING:
     from boost.parallel.overlap import WeightGradQueue
 
+Again = Callable[..., Tensor]
+
 
 def _keep(ctx: Any, queue: WeightGradQueue | None, *parameters: Tensor) -> None:
     """Remembers where put-off gradients belong: under recomputation a saved parameter comes back as another tensor."""
@@ -35,43 +37,69 @@ def _now_or_later(ctx: Any, compute: Callable[[], Sequence[Tensor]]) -> Sequence
 
 
 class _MatMul(torch.autograd.Function):
+    """x W, or x W^T where the weight is held as [o, i]."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, out_first: bool, queue: WeightGradQueue | None, again: Again, *kept: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *kept)
+        ctx.out_first, ctx.again = out_first, again
         _keep(ctx, queue, weight)
+        w = weight.to(x.dtype)
         if output_is_unused():
-            return x.new_empty(x.shape[0], weight.shape[1])
-        return x @ weight.to(x.dtype)
+            return x.new_empty(x.shape[0], weight.shape[0 if out_first else 1])
+        return x @ (w.t() if out_first else w)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight.to(grad.dtype).t() if ctx.needs_input_grad[0] else None
-        return grad_x, *_now_or_later(ctx, lambda: [(x.t() @ grad).to(weight.dtype)]), None
+        weight, *kept = ctx.saved_tensors
+        w = weight.to(grad.dtype)
+
+        def grad_weight() -> list[Tensor]:
+            x = ctx.again(*kept)
+            return [(grad.t() @ x if ctx.out_first else x.t() @ grad).to(weight.dtype)]
+
+        grad_x = grad @ (w if ctx.out_first else w.t()) if ctx.needs_input_grad[0] else None
+        return grad_x, *_now_or_later(ctx, grad_weight), None, None, None, *(None for _ in kept)
 
 
-def matmul(x_Ti: Tensor, weight_io: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
-    """x W, [T, i] times [i, o], in x's dtype. The last operation of a chunk (`boost.parallel.recompute`)."""
-    return _MatMul.apply(x_Ti, weight_io, queue)
+def identity(x: Tensor) -> Tensor:
+    return x
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightGradQueue | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        _keep(ctx, queue, weight)
-        return x @ weight.to(x.dtype).t()
+def matmul(
+    x_Ti: Tensor,
+    weight_io: Tensor,
+    queue: WeightGradQueue | None = None,
+    *,
+    kept: Sequence[Tensor] = (),
+    again: Again = identity,
+) -> Tensor:
+    """x W, [T, i] times [i, o], in x's dtype. The last operation of a chunk (`boost.parallel.recompute`).
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, *_now_or_later(ctx, lambda: [(grad.t() @ x).to(weight.dtype)]), None
+    With `again`, saves `kept` instead of x = again(*kept): what the operation before saves anyway.
+    """
+    return _matmul(x_Ti, weight_io, False, queue, kept, again)
 
 
-def linear(x_Ti: Tensor, weight_oi: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
-    """x W^T, [T, i] times [o, i] transposed, in x's dtype."""
-    return _Linear.apply(x_Ti, weight_oi, queue)
+def linear(
+    x_Ti: Tensor,
+    weight_oi: Tensor,
+    queue: WeightGradQueue | None = None,
+    *,
+    kept: Sequence[Tensor] = (),
+    again: Again = identity,
+) -> Tensor:
+    """x W^T, [T, i] times [o, i] transposed, in x's dtype; as `matmul` in all else."""
+    return _matmul(x_Ti, weight_oi, True, queue, kept, again)
+
+
+def _matmul(
+    x: Tensor, weight: Tensor, out_first: bool, queue: WeightGradQueue | None, kept: Sequence[Tensor], again: Again
+) -> Tensor:
+    # Detached: what is kept only stands for x.
+    return _MatMul.apply(x, weight, out_first, queue, again, *(tensor.detach() for tensor in kept or (x,)))
 
 
 class _GroupedUp(torch.autograd.Function):

@@ -20,7 +20,7 @@ from boost.model.blocks.dense import DenseBlock
 from boost.model.blocks.vanilla import VanillaBlock
 from boost.model.context import Context, KeyValueCache, Recompute
 from boost.model.embedding import HiddenShardedEmbedding, VocabShardedTable
-from boost.model.loss import head_loss
+from boost.model.loss import chunk_tokens, head_loss
 from boost.model.norm import Gain
 from boost.model.rope import rope_tables
 from boost.parallel.collectives import gather_last, sum_backward
@@ -101,7 +101,9 @@ class Decoder(nn.Module):
             samples: each sequence's global sample index, needed where the model has dropout.
         """
         h_TD = self.hidden(input_ids, samples=samples)
-        return head_loss(h_TD, self.head.real_rows(), labels.reshape(-1), self.head.start, self.tp)
+        # Of the padded share, which is the same on every rank.
+        chunk = chunk_tokens(len(self.head.weight))
+        return head_loss(h_TD, self.head.real_rows(), labels.reshape(-1), self.head.start, self.tp, chunk)
 
     def hidden(self, input_ids: Tensor, *, samples: Sequence[int] = (), cache: KeyValueCache | None = None) -> Tensor:
         """Normalised hidden states of all tokens, [T, D], equal on every rank."""

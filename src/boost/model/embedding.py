@@ -62,7 +62,8 @@ class VocabShardedTable(Sharded):
 
     def real_rows(self) -> Tensor:
         """The rows of this rank that are not padding, [v, D]."""
-        return self.weight[: self.rows]
+        # A view would cost its backward a gradient of the whole table.
+        return self.weight if self.rows == len(self.weight) else self.weight[: self.rows]
 
     def forward(self, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
         """ids [T] to [T, D], or to this rank's [T, d]: rows of other ranks count as zero, then a sum over ranks."""

@@ -16,8 +16,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from boost.kernels.projections import grouped_up, matmul
-from boost.model.activation import Activation
+from boost.kernels.projections import Again, grouped_up, identity, matmul
 from boost.parallel.bridge import Latent
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
@@ -80,8 +79,15 @@ class Down(Sharded):
             )
         }
 
-    def forward(self, x_Ti: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
-        return matmul(x_Ti, self.weight, queue)
+    def forward(
+        self,
+        x_Ti: Tensor,
+        queue: WeightGradQueue | None = None,
+        *,
+        kept: Sequence[Tensor] = (),
+        again: Again = identity,
+    ) -> Tensor:
+        return matmul(x_Ti, self.weight, queue, kept=kept, again=again)
 
 
 class Up(Sharded):
@@ -127,9 +133,7 @@ class Up(Sharded):
         )
         return {"weight": weight, "bias": bias}
 
-    def forward(
-        self, h_TGr: Tensor, kept_TGr: Tensor, again: Activation, queue: WeightGradQueue | None = None
-    ) -> Tensor:
+    def forward(self, h_TGr: Tensor, kept_TGr: Tensor, again: Again, queue: WeightGradQueue | None = None) -> Tensor:
         y_GTo = grouped_up(h_TGr, kept_TGr, self.weight, again, queue)
         return self.add_bias(y_GTo) if self.split == "wide" else y_GTo
 

@@ -5,6 +5,8 @@ Source: RoFormer (Su et al., 2021) in the layout of LLaMA checkpoints: dimension
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,27 @@ def rope_tables(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (first, second), half = x.chunk(2, dim=-1), x.shape[-1] // 2
+    cos, sin = cos[:, :half], sin[:, :half]
+    out = torch.empty_like(x)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
 def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
     """Rotates queries or keys [batch, heads, sequence, head_size] by their positions' angles."""
-    first, second = x_BHSK.chunk(2, dim=-1)
-    return x_BHSK * cos_SK + torch.cat([-second, first], dim=-1) * sin_SK
+    return _Rotate.apply(x_BHSK, cos_SK, sin_SK)

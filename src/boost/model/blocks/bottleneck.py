@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.activation import ACTIVATIONS, gated
 from boost.kernels.norm import statistic_dtype
 from boost.kernels.projections import norm_down
-from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
@@ -92,7 +92,9 @@ class BottleneckBlock(nn.Module):
 
     def chunk_down(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
         gate_Tf, up_Tf = self.up(self.gate_up, z, context)
-        return x_Td, [Partial(self.down.downs[0](self.gate_act(gate_Tf) * up_Tf, context.queue))]
+        y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
+        product_Tr = self.down.downs[0](y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
+        return x_Td, [Partial(product_Tr)]
 
     def finish(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> Tensor:
         """After the last bridge: the MLP's output joins the residual stream."""

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.activation import ACTIVATIONS, gated
 from boost.kernels.norm import rms_norm
+from boost.kernels.projections import Again, identity
 from boost.kernels.projections import linear as apply_linear
-from boost.model.activation import ACTIVATIONS
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
@@ -68,8 +69,15 @@ class RowParallel(Sharded):
             "bias": (Part(f"{name}.bias", shape[:1], Init("zeros")),),
         }
 
-    def forward(self, x_Ti: Tensor, queue: WeightGradQueue | None = None) -> Tensor:
-        y_TD = sum_forward(apply_linear(x_Ti, self.weight, queue), self.tp)
+    def forward(
+        self,
+        x_Ti: Tensor,
+        queue: WeightGradQueue | None = None,
+        *,
+        kept: Sequence[Tensor] = (),
+        again: Again = identity,
+    ) -> Tensor:
+        y_TD = sum_forward(apply_linear(x_Ti, self.weight, queue, kept=kept, again=again), self.tp)
         return y_TD if self.bias is None else y_TD + self.bias.to(y_TD.dtype)
 
 
@@ -104,7 +112,8 @@ class DenseBlock(nn.Module):
 
         h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
         gate_Tf, up_Tf = self.columns(self.gate_up, h_TD, context)
-        y_TD = self.down(self.gate_act(gate_Tf) * up_Tf, context.queue)
+        y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
+        y_TD = self.down(y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
         return x_TD + context.drop(y_TD, self.layer, "mlp", None)
 
     def columns(self, columns: nn.ModuleList, h_TD: Tensor, context: Context) -> list[Tensor]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.activation import ACTIVATIONS, gated
 from boost.kernels.norm import rms_norm
-from boost.model.activation import ACTIVATIONS
+from boost.kernels.projections import Again, identity
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
@@ -80,15 +81,19 @@ class VanillaBlock(nn.Module):
 
     def chunk_down(self, z: Sequence[Tensor], context: Context) -> list[Tensor]:
         gate_TF, up_TF = self.up(self.gate_up, z, context)
-        return self.down_all(self.down, self.gate_act(gate_TF) * up_TF, context)
+        y_TF = gated(gate_TF, up_TF, self.gate_act)
+        return self.down_all(self.down, y_TF, context, kept=(gate_TF, up_TF), again=self.gate_act.gate)
 
     def norm_and_down(self, x_TD: Tensor, gain: Gain, pairs: Pairs, context: Context) -> list[Tensor]:
         """RMSNorm of the whole residual stream, and the A after it."""
         return self.down_all(pairs, rms_norm(x_TD, gain.weight, self.model.norm_eps), context)
 
-    def down_all(self, pairs: Pairs, x_TI: Tensor, context: Context) -> list[Tensor]:
+    def down_all(
+        self, pairs: Pairs, x_TI: Tensor, context: Context, *, kept: Sequence[Tensor] = (), again: Again = identity
+    ) -> list[Tensor]:
         """This rank's share of the latents of linears that read x, one [T, G * r] per A."""
-        return [down(sum_backward(x_TI, self.tp, context.queue), context.queue) for down in pairs.downs]
+        queue = context.queue
+        return [down(sum_backward(x_TI, self.tp, queue), queue, kept=kept, again=again) for down in pairs.downs]
 
     def up(self, pairs: Pairs, z: Sequence[Tensor], context: Context, *, scatter_heads: bool = False) -> list[Tensor]:
         """The pairs' outputs, complete on every rank, or with `scatter_heads` this rank's heads of them."""
