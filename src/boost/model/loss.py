@@ -18,10 +18,10 @@ from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Group
 
 IGNORED = -100
-# Of the logits that exist at once, in fp32: the C library then reuses their memory instead of mapping it anew.
-LOGITS_BYTES = 24 * 2**20
+# Of the logits that exist at once, in fp32.
+LOGITS_BYTES = 32 * 2**20
 # Rows of the head whose gradient is computed at once where it must be widened before it is added.
-GRADIENT_ROWS = 4096
+GRADIENT_ROWS = 2048
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -75,12 +75,16 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _add_product(total_vD: Tensor, grad_Tv: Tensor, h_TD: Tensor) -> None:
-    """total += grad^T h, which may be of a narrower type."""
+    """total += grad^T h, which may be of a narrower type: then some rows at a time, so that they stay in the cache."""
     if total_vD.dtype == grad_Tv.dtype:
         total_vD.addmm_(grad_Tv.t(), h_TD)
         return
+    narrow = h_TD.new_empty(GRADIENT_ROWS, h_TD.shape[1])
+    wide = torch.empty_like(narrow, dtype=total_vD.dtype)
     for rows, columns in zip(total_vD.split(GRADIENT_ROWS), grad_Tv.split(GRADIENT_ROWS, dim=1), strict=True):
-        rows += columns.t() @ h_TD
+        product, widened = narrow[: len(rows)], wide[: len(rows)]
+        torch.mm(columns.t(), h_TD, out=product)
+        rows += widened.copy_(product)
 
 
 def chunk_tokens(vocabulary: int) -> int:
