@@ -440,6 +440,27 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
                 expected="train.micro_batch_size of at least 2",
                 got=micro,
             )
+    if train.compile and config.parallel.overlap == "weight_grads":
+        yield Violation(
+            ("train.compile", "parallel.overlap"),
+            "compiled code computes weight gradients where it stands and cannot put them off",
+            expected="false, or parallel.overlap of none or split_batch",
+            got="true",
+        )
+    if train.compile and config.model.dropout:
+        yield Violation(
+            ("train.compile", "model.dropout"),
+            "dropout masks are drawn by the host, which compiled code cannot do",
+            expected="false, or model.dropout = 0",
+            got="true",
+        )
+    if train.compile and config.parallel.sequence_sharded_bottleneck:
+        yield Violation(
+            ("train.compile", "parallel.sequence_sharded_bottleneck"),
+            "bottlenecks sharded over tokens gather in the middle of what is compiled",
+            expected="false, or parallel.sequence_sharded_bottleneck = false",
+            got="true",
+        )
     if train.recompute == "latent" and config.model.linear == "dense":
         yield Violation(
             ("train.recompute", "model.linear"),
@@ -462,7 +483,6 @@ NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.crossing": ("none",),
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "linear", "constant"),
-    "train.compile": (False,),
     "parallel.pp": (1,),
     "parallel.zero": (0,),
     "parallel.dp_replicate": (1,),

@@ -6,12 +6,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _state = threading.local()
 
 
 def output_is_unused() -> bool:
-    """True while a chunk is recomputed: what its last GEMM would give is not read by anyone."""
-    return getattr(_state, "repeating", False)
+    """True while a chunk is recomputed: what its last GEMM would give is not read by anyone.
+
+    Never in compiled code, which is the same for both runs.
+    """
+    return not torch.compiler.is_compiling() and getattr(_state, "repeating", False)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
+from boost.kernels.compiled import compiled
 from boost.kernels.norm import rms_norm
 from boost.model.blocks.bottleneck import BottleneckBlock, block_stages
 from boost.model.blocks.dense import DenseBlock
@@ -41,6 +42,7 @@ class Decoder(nn.Module):
         master_dtype: of the parameters; fp32 beside bf16 activations.
         recompute: "block" repeats whole blocks in backward, "latent" what lies between bottlenecks.
         queue: takes weight gradients that wait for an all-reduce to hide behind; flush it after every backward.
+        compile: compile what lies between collectives. Not with a queue, nor with dropout.
         seed: of dropout masks.
 
     Parameters are empty until `boost.parallel.sharding.initialize` or a checkpoint fills them.
@@ -56,6 +58,7 @@ class Decoder(nn.Module):
         master_dtype: torch.dtype | None = None,
         recompute: Recompute = "none",
         queue: WeightGradQueue | None = None,
+        compile: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class Decoder(nn.Module):
         self.recompute, self.queue = recompute, queue
         self.split_batch = parallel.overlap == "split_batch" and tp.size > 1
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
-        block = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
+        kind = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
         table = (model.vocab_size, model.hidden_size, model.init_std, tp, master)
         self.embedding: HiddenShardedEmbedding | VocabShardedTable
@@ -73,7 +76,10 @@ class Decoder(nn.Module):
             self.embedding = HiddenShardedEmbedding(*table)
         else:
             self.embedding = VocabShardedTable("embedding.weight", *table, "shard" if self.hidden_sharded else "whole")
-        self.blocks = nn.ModuleList(block(model, parallel, layer, tp, master) for layer in range(model.layers))
+        self.blocks = nn.ModuleList(kind(model, parallel, layer, tp, master) for layer in range(model.layers))
+        for block in self.blocks if compile else ():
+            for name in block.LOCAL:
+                setattr(block, name, compiled(getattr(block, name)))
         self.norm = Gain("norm.weight", model.hidden_size, master)
         if model.tie_embeddings:
             assert isinstance(self.embedding, VocabShardedTable)

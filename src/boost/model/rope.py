@@ -38,12 +38,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    (first, second), half = x.chunk(2, dim=-1), x.shape[-1] // 2
-    cos, sin = cos[:, :half], sin[:, :half]
-    out = torch.empty_like(x)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = (table.chunk(2, dim=-1)[0] for table in (cos, sin))
+    return torch.cat(
+        [(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)], dim=-1
+    )
 
 
 def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:

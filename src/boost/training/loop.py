@@ -161,6 +161,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
             dtype=dtype,
             seed=config.train.seed,
             recompute=config.train.recompute,
+            compile=config.train.compile,
             queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" and mesh.tp.size > 1 else None,
         )
     initialize(model, config.train.seed, mesh.tp)

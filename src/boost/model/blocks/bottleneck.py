@@ -31,7 +31,6 @@ from boost.parallel.bridges import make_bridge
 from boost.parallel.collectives import sum_both
 from boost.parallel.interleave import Stage
 from boost.parallel.mesh import Group
-from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.recompute import recomputed
 
 Chunk = Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Partial]]]
@@ -39,6 +38,9 @@ Chunk = Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Partial
 
 class BottleneckBlock(nn.Module):
     """x_Td to x_Td, this rank's shard of the residual stream. Source: BOOST, arXiv 2512.12131."""
+
+    # What `train.compile` compiles, each as one graph.
+    LOCAL = ("norm_and_down", "attend", "add_attention_and_down", "gate_and_down", "add_branch")
 
     def __init__(
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
@@ -78,60 +80,82 @@ class BottleneckBlock(nn.Module):
             rest = [recomputed(chunk) for chunk in rest]
         return [self.chunk_qkv, *rest]
 
+    # A chunk takes the latents that its B read, then does its work in one function without collectives (`LOCAL`).
+
     def chunk_qkv(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        return x_Td, self.norm_and_down(x_Td, self.attention_norm, self.qkv, context.queue)
+        if not self.online:
+            return x_Td, self.sync_norm_and_down(x_Td, self.attention_norm, self.qkv, context)
+        return x_Td, self.norm_and_down(x_Td, self.attention_norm, self.qkv, context)
 
     def chunk_attention(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        q_TQ, k_TQ, v_TQ = self.up(self.qkv, z, context)
-        y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
-        return x_Td, [Partial(self.o.downs[0](y_TQ, context.queue))]
+        return x_Td, [self.attend(self.latents(self.qkv, z, context), context)]
 
     def chunk_gate_up(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        x_Td = self.add_branch(x_Td, self.o, z, "attention", context)
-        return x_Td, self.norm_and_down(x_Td, self.mlp_norm, self.gate_up, context.queue)
+        latents = self.latents(self.o, z, context)
+        if not self.online:
+            x_Td = self.add_branch(x_Td, self.o, latents, "attention", context)
+            return x_Td, self.sync_norm_and_down(x_Td, self.mlp_norm, self.gate_up, context)
+        return self.add_attention_and_down(x_Td, latents, context)
 
     def chunk_down(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        gate_Tf, up_Tf = self.up(self.gate_up, z, context)
-        y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
-        product_Tr = self.down.downs[0](y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
-        return x_Td, [Partial(product_Tr)]
+        return x_Td, [self.gate_and_down(self.latents(self.gate_up, z, context), context)]
 
     def finish(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> Tensor:
         """After the last bridge: the MLP's output joins the residual stream."""
-        return self.add_branch(x_Td, self.down, z, "mlp", context)
+        return self.add_branch(x_Td, self.down, self.latents(self.down, z, context), "mlp", context)
 
-    def norm_and_down(
-        self, x_Td: Tensor, gain: Gain, pairs: Pairs, queue: WeightGradQueue | None = None
-    ) -> list[Partial]:
-        """RMSNorm and the A after it, on this rank's shard of x.
+    def latents(self, pairs: Pairs, z: Sequence[Tensor], context: Context) -> list[Latent]:
+        """The activations, and in backward the sum of the latents' gradients over the ranks."""
+        if context.interleaved:
+            return [local_latent(z_TR, self.act) for z_TR in z]
+        # Only the last B lies outside the chunks that are recomputed, so what it saves stays.
+        thrifty = context.recompute == "latent" and pairs is self.down
+        return [self.bridge.spread(z_TR, self.act, context.tokens, context.queue, thrifty=thrifty) for z_TR in z]
 
-        Online: z = (sum_i (x_i * gain_i) A_i) / rms(x), and the division commutes with the sum because rms(x) is
-        the same number on every rank. So the raw shard is multiplied, and the bridge divides.
+    def attend(self, latents: Sequence[Latent], context: Context) -> Partial:
+        """B of q, k, v; attention with the local heads; A of o."""
+        q_TQ, k_TQ, v_TQ = self.up(self.qkv, latents, context)
+        y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
+        return Partial(self.o.downs[0](y_TQ, context.queue))
+
+    def add_attention_and_down(
+        self, x_Td: Tensor, latents: Sequence[Latent], context: Context
+    ) -> tuple[Tensor, list[Partial]]:
+        """B of o joins the residual stream; norm; A of gate, up."""
+        x_Td = self.add_branch(x_Td, self.o, latents, "attention", context)
+        return x_Td, self.norm_and_down(x_Td, self.mlp_norm, self.gate_up, context)
+
+    def gate_and_down(self, latents: Sequence[Latent], context: Context) -> Partial:
+        """B of gate, up; the gate; A of down."""
+        gate_Tf, up_Tf = self.up(self.gate_up, latents, context)
+        y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
+        return Partial(self.down.downs[0](y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate))
+
+    def norm_and_down(self, x_Td: Tensor, gain: Gain, pairs: Pairs, context: Context) -> list[Partial]:
+        """RMSNorm and the A after it, on this rank's shard of x, online.
+
+        z = (sum_i (x_i * gain_i) A_i) / rms(x), and the division commutes with the sum because rms(x) is the same
+        number on every rank. So the raw shard is multiplied, and the bridge divides.
         """
-        if self.online:
-            return [Partial(*norm_down(x_Td, gain.weight, down.weight, queue)) for down in pairs.downs]
+        return [Partial(*norm_down(x_Td, gain.weight, down.weight, context.queue)) for down in pairs.downs]
+
+    def sync_norm_and_down(self, x_Td: Tensor, gain: Gain, pairs: Pairs, context: Context) -> list[Partial]:
+        """The same with the statistic summed first, in a collective of its own."""
         wide = x_Td.to(statistic_dtype(x_Td.dtype))
         squares_T = sum_both(wide.square().sum(-1), self.tp)
         inverse = torch.rsqrt(squares_T / self.model.hidden_size + self.model.norm_eps)
         normalised = (wide * inverse.unsqueeze(-1)).to(x_Td.dtype) * gain.weight.to(x_Td.dtype)
-        return [Partial(down(normalised, queue)) for down in pairs.downs]
+        return [Partial(down(normalised, context.queue)) for down in pairs.downs]
 
-    def up(self, pairs: Pairs, z: Sequence[Tensor], context: Context) -> list[Tensor]:
-        """The pairs' outputs, one [T, o] per linear, from their bridged latents."""
-        latents = [self.latent(pairs, part, context) for part in z]
+    def up(self, pairs: Pairs, latents: Sequence[Latent], context: Context) -> list[Tensor]:
+        """The pairs' outputs, one [T, o] per linear."""
         return [y_To for y_GTo in pairs.up(latents, context.queue) for y_To in y_GTo.unbind(0)]
 
-    def latent(self, pairs: Pairs, z_TR: Tensor, context: Context) -> Latent:
-        """The activation, and in backward the sum of the latent's gradient over the ranks."""
-        if context.interleaved:
-            return local_latent(z_TR, self.act)
-        # Only the last B lies outside the chunks that are recomputed, so what it saves stays.
-        thrifty = context.recompute == "latent" and pairs is self.down
-        return self.bridge.spread(z_TR, self.act, context.tokens, context.queue, thrifty=thrifty)
-
-    def add_branch(self, x_Td: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
+    def add_branch(
+        self, x_Td: Tensor, pairs: Pairs, latents: Sequence[Latent], site: str, context: Context
+    ) -> Tensor:
         """The residual stream plus a branch's last up-projection."""
-        (y_Td,) = self.up(pairs, z, context)
+        (y_Td,) = self.up(pairs, latents, context)
         return x_Td + context.drop(y_Td, self.layer, site, self.tp.rank)
 
 
