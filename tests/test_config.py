@@ -335,7 +335,6 @@ def test_exact_steps_are_for_loro_only() -> None:
         ("optimizer.name", "muon"),
         ("optimizer.name", "loro"),
         ("schedule.name", "jagged_cosine"),
-        ("train.compile", True),
         ("parallel.pp", 2),
         ("parallel.zero", 1),
         ("parallel.dp_replicate", 2),
@@ -367,9 +366,38 @@ def test_bridges_that_do_not_go_together(parallel: dict[str, Any]) -> None:
     assert f"parallel.{next(iter(parallel))}" in refusal(parallel=parallel)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"parallel": {"overlap": "weight_grads"}},
+        {"model": {"dropout": 0.1}},
+        {"parallel": {"sequence_sharded_bottleneck": True}},
+        {"model": {"linear": "dense", "rank": None}, "parallel": {"sequence_parallel": True}},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compiled(other: dict[str, Any]) -> None:
+    assert "train.compile" in refusal(train={"compile": True}, **other)
+
+
 @pytest.mark.parametrize("option", [{"bridge_dtype": "int8"}, {"sequence_sharded_bottleneck": True}], ids=str)
 def test_other_bridges_need_low_rank_linears(option: dict[str, Any]) -> None:
     assert f"parallel.{next(iter(option))}" in refusal(model={"linear": "dense", "rank": None}, parallel=option)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ({}, {"sequence_parallel": True}),
+        ({}, {"sequence_parallel": True, "tensor_layout": "vanilla"}),
+        ({"linear": "dense", "rank": None, "dropout": 0.1}, {"sequence_parallel": True}),
+        ({}, {"group_b": False}),
+        ({"linear": "dense", "rank": None}, {"group_b": False}),
+    ],
+    ids=str,
+)
+def test_options_of_one_baseline(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    assert f"parallel.{next(iter(parallel))}" in refusal(model=model, parallel=parallel)
 
 
 # Files

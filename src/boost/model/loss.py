@@ -79,7 +79,7 @@ def _add_product(total_vD: Tensor, grad_Tv: Tensor, h_TD: Tensor) -> None:
     if total_vD.dtype == grad_Tv.dtype:
         total_vD.addmm_(grad_Tv.t(), h_TD)
         return
-    narrow = h_TD.new_empty(GRADIENT_ROWS, h_TD.shape[1])
+    narrow = h_TD.new_empty(min(GRADIENT_ROWS, len(total_vD)), h_TD.shape[1])
     wide = torch.empty_like(narrow, dtype=total_vD.dtype)
     for rows, columns in zip(total_vD.split(GRADIENT_ROWS), grad_Tv.split(GRADIENT_ROWS, dim=1), strict=True):
         product, widened = narrow[: len(rows)], wide[: len(rows)]

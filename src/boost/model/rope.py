@@ -40,9 +40,7 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = (table.chunk(2, dim=-1)[0] for table in (cos, sin))
-    return torch.cat(
-        [(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)], dim=-1
-    )
+    return torch.cat([(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)], dim=-1)
 
 
 def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ Chunk = Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Partial
 class BottleneckBlock(nn.Module):
     """x_Td to x_Td, this rank's shard of the residual stream. Source: BOOST, arXiv 2512.12131."""
 
-    # What `train.compile` compiles, each as one graph.
+    # What `train.compile` compiles, each as one graph: what lies between collectives.
     LOCAL = ("norm_and_down", "attend", "add_attention_and_down", "gate_and_down", "add_branch")
 
     def __init__(
@@ -151,9 +151,7 @@ class BottleneckBlock(nn.Module):
         """The pairs' outputs, one [T, o] per linear."""
         return [y_To for y_GTo in pairs.up(latents, context.queue) for y_To in y_GTo.unbind(0)]
 
-    def add_branch(
-        self, x_Td: Tensor, pairs: Pairs, latents: Sequence[Latent], site: str, context: Context
-    ) -> Tensor:
+    def add_branch(self, x_Td: Tensor, pairs: Pairs, latents: Sequence[Latent], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""
         (y_Td,) = self.up(pairs, latents, context)
         return x_Td + context.drop(y_Td, self.layer, site, self.tp.rank)

@@ -2,11 +2,16 @@
 
 q, k, v, gate and up are split by columns, o and down by rows; two all-reduces of d elements per token forward (after
 o and down), two backward (before q, k, v and before gate, up). Source: Shoeybi et al., arXiv 1909.08053.
+
+With sequence parallelism (`boost.parallel.residual`) each is a reduce-scatter and an all-gather, and the residual
+stream between them is this rank's tokens: x_TD and h_TD are then [t, D]. Backward gathers the input of q, k, v and that
+of gate, up a second time, 3 d elements in all, and sums the gradients of the two gains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +26,9 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear
 from boost.model.norm import Gain
-from boost.parallel.collectives import sum_backward, sum_forward
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.residual import Regather, Stream, TokenShardedStream, make_stream, start_in_backward
 from boost.parallel.sharding import Init, Part, Sharded, padded_share
 
 
@@ -46,19 +51,26 @@ class ColumnParallel(Sharded):
             start += width
         return {"weight": tuple(weight), "bias": tuple(bias)}
 
-    def forward(self, x_TD: Tensor, queue: WeightGradQueue | None = None) -> list[Tensor]:
-        y_To = apply_linear(x_TD, self.weight, queue)
+    def forward(
+        self,
+        x_TD: Tensor,
+        queue: WeightGradQueue | None = None,
+        *,
+        kept: Sequence[Tensor] = (),
+        again: Again = identity,
+    ) -> list[Tensor]:
+        y_To = apply_linear(x_TD, self.weight, queue, kept=kept, again=again)
         if self.bias is not None:
             y_To = y_To + self.bias.to(y_To.dtype)
         return list(y_To.split(self.widths, dim=-1))
 
 
 class RowParallel(Sharded):
-    """A linear split by inputs: [T, i] to [T, D] on every rank, with the all-reduce."""
+    """A linear split by inputs: [T, i] to the residual stream, with the collective that completes it."""
 
-    def __init__(self, linear: Linear, std: float, tp: Group, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, std: float, stream: Stream, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear, self.std, self.tp = linear, std, tp
+        self.linear, self.std, self.stream, tp = linear, std, stream, stream.tp
         self.weight = nn.Parameter(torch.empty(linear.d_out, padded_share(linear.d_in, tp), dtype=dtype))
         self.bias = nn.Parameter(torch.empty(linear.d_out, dtype=dtype)) if linear.bias else None
 
@@ -69,7 +81,7 @@ class RowParallel(Sharded):
             "bias": (Part(f"{name}.bias", shape[:1], Init("zeros")),),
         }
 
-    def forward(
+    def partial(
         self,
         x_Ti: Tensor,
         queue: WeightGradQueue | None = None,
@@ -77,18 +89,44 @@ class RowParallel(Sharded):
         kept: Sequence[Tensor] = (),
         again: Again = identity,
     ) -> Tensor:
-        y_TD = sum_forward(apply_linear(x_Ti, self.weight, queue, kept=kept, again=again), self.tp)
-        return y_TD if self.bias is None else y_TD + self.bias.to(y_TD.dtype)
+        """This rank's part of the sum, [T, D]."""
+        return apply_linear(x_Ti, self.weight, queue, kept=kept, again=again)
+
+    def leave(self, partial_TD: Tensor, regather: Regather | None) -> Tensor:
+        """From partial sums to the stream. `regather`: what backward needs soon after, gathered behind its own work."""
+        if regather is not None:
+            partial_TD = start_in_backward(partial_TD, regather)
+        y_TD = self.stream.leave(partial_TD)
+        return y_TD if self.bias is None else y_TD + self.stream.replicated(self.bias).to(y_TD.dtype)
+
+
+class Entered(NamedTuple):
+    """What column-parallel linears read.
+
+    Attributes:
+        whole_TD: the normalised stream, of all tokens.
+        kept, again: what is saved for their weight gradients in its place, and how it comes from that.
+        regather: what backward will gather again, if it is to begin early.
+    """
+
+    whole_TD: Tensor
+    kept: Sequence[Tensor] = ()
+    again: Again = identity
+    regather: Regather | None = None
 
 
 class DenseBlock(nn.Module):
-    """x_TD to x_TD, the whole residual stream on every rank."""
+    """x_TD to x_TD, the residual stream."""
+
+    # What `train.compile` compiles, each as one graph: what lies between collectives.
+    LOCAL = ("norm", "attend", "gate_and_down")
 
     def __init__(
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.model, self.layer, self.tp = model, layer, tp
+        self.model, self.layer = model, layer
+        self.stream = make_stream(parallel.sequence_parallel, tp)
         self.gate_act = ACTIVATIONS[model.gate_activation]
 
         def columns(linears: Sequence[Linear]) -> nn.ModuleList:
@@ -99,24 +137,45 @@ class DenseBlock(nn.Module):
         gate, up, down = mlp_linears(model, layer)
         self.attention_norm = Gain(f"blocks.{layer}.attention.norm.weight", model.hidden_size, dtype)
         self.qkv = columns([q, k, v])
-        self.o = RowParallel(o, model.init_std, tp, dtype)
+        self.o = RowParallel(o, model.init_std, self.stream, dtype)
         self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype)
         self.gate_up = columns([gate, up])
-        self.down = RowParallel(down, model.init_std, tp, dtype)
+        self.down = RowParallel(down, model.init_std, self.stream, dtype)
 
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
-        h_TD = rms_norm(x_TD, self.attention_norm.weight, self.model.norm_eps)
-        q_TQ, k_TQ, v_TQ = self.columns(self.qkv, h_TD, context)
-        y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
-        x_TD = x_TD + context.drop(self.o(y_TQ, context.queue), self.layer, "attention", None)
+        entered = self.enter(x_TD, self.attention_norm, self.qkv, context)
+        y_TD = self.o.leave(self.attend(entered, context), entered.regather)
+        x_TD = x_TD + context.drop(y_TD, self.layer, "attention", None)
 
-        h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
-        gate_Tf, up_Tf = self.columns(self.gate_up, h_TD, context)
-        y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
-        y_TD = self.down(y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
+        entered = self.enter(x_TD, self.mlp_norm, self.gate_up, context)
+        y_TD = self.down.leave(self.gate_and_down(entered, context), entered.regather)
         return x_TD + context.drop(y_TD, self.layer, "mlp", None)
 
-    def columns(self, columns: nn.ModuleList, h_TD: Tensor, context: Context) -> list[Tensor]:
-        """The outputs of column-parallel linears that read h, whose gradient is summed once for all of them."""
-        h_TD = sum_backward(h_TD, self.tp, context.queue)
-        return [y for column in columns for y in column(h_TD, context.queue)]
+    def attend(self, entered: Entered, context: Context) -> Tensor:
+        """q, k, v; attention with the local heads; o's partial sum."""
+        q_TQ, k_TQ, v_TQ = self.columns(self.qkv, entered, context)
+        return self.o.partial(attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context), context.queue)
+
+    def gate_and_down(self, entered: Entered, context: Context) -> Tensor:
+        """gate, up; the gate; down's partial sum."""
+        gate_Tf, up_Tf = self.columns(self.gate_up, entered, context)
+        y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
+        return self.down.partial(y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
+
+    def columns(self, columns: nn.ModuleList, entered: Entered, context: Context) -> list[Tensor]:
+        whole_TD, kept, again, _ = entered
+        return [y for column in columns for y in column(whole_TD, context.queue, kept=kept, again=again)]
+
+    def enter(self, x_TD: Tensor, gain: Gain, columns: nn.ModuleList, context: Context) -> Entered:
+        """norm(x) of all tokens, whose gradient is summed once for all linears that read it."""
+        queue = context.queue
+        h_TD = self.norm(x_TD, self.stream.replicated(gain.weight))
+        whole_TD = self.stream.enter(h_TD, context.tokens, queue)
+        # A block that is recomputed as a whole keeps nothing for long.
+        if not isinstance(self.stream, TokenShardedStream) or context.recompute == "block":
+            return Entered(whole_TD)
+        regather = Regather(h_TD, context.tokens, self.stream.tp, readers=len(columns))
+        return Entered(whole_TD, (h_TD,), regather.whole, regather if queue is not None else None)
+
+    def norm(self, x_TD: Tensor, gain_D: Tensor) -> Tensor:
+        return rms_norm(x_TD, gain_D, self.model.norm_eps)

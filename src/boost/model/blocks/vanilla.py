@@ -2,7 +2,8 @@
 
 Each pair is cut inside its bottleneck, A by columns and B by rows of the rank, so that everything wide is replicated
 and each pair ends in a wide all-reduce: 5 d + 2 d_ff elements per token forward, 3 d + d_ff backward where q, k, v
-and gate, up share one A (6 d + d_ff where they do not). Attention then runs over all heads on every rank.
+and gate, up share one A (6 d + d_ff where they do not). In how many all-reduces forward, 4 or 7, depends on whether
+their B are summed together too. Attention then runs over all heads on every rank.
 
 With `sharded_heads` each rank attends with its own heads only, the fairer baseline: q, k, v end in a reduce-scatter
 over heads and o begins with an all-gather. A rank that does not divide is padded with zeros.
@@ -33,6 +34,9 @@ from boost.parallel.recompute import call, recompute_chunk
 class VanillaBlock(nn.Module):
     """x_TD to x_TD, the whole residual stream on every rank."""
 
+    # What `train.compile` compiles, each as one graph. A collective stands beside every GEMM, so they are not in it.
+    LOCAL = ("norm", "attend", "gate")
+
     def __init__(
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
     ) -> None:
@@ -44,7 +48,8 @@ class VanillaBlock(nn.Module):
         self.sharded_heads = parallel.tensor_layout == "vanilla_sharded_heads"
 
         def pairs(linears: Sequence[Linear], grouped: bool = False) -> Pairs:
-            return Pairs(linears, rank, tp, grouped=grouped, down_split="rank", up_split="rank", dtype=dtype)
+            b = parallel.group_b
+            return Pairs(linears, rank, tp, grouped=grouped, group_b=b, down_split="rank", up_split="rank", dtype=dtype)
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)
@@ -69,7 +74,7 @@ class VanillaBlock(nn.Module):
 
     def chunk_attention(self, z: Sequence[Tensor], context: Context) -> list[Tensor]:
         q_TQ, k_TQ, v_TQ = self.up(self.qkv, z, context, scatter_heads=self.sharded_heads)
-        y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
+        y_TQ = self.attend(q_TQ, k_TQ, v_TQ, context)
         if self.sharded_heads:
             # The backward of the gather sums the gradient over the ranks.
             return [self.o.downs[0](gather_last(y_TQ, self.tp), context.queue)]
@@ -81,12 +86,21 @@ class VanillaBlock(nn.Module):
 
     def chunk_down(self, z: Sequence[Tensor], context: Context) -> list[Tensor]:
         gate_TF, up_TF = self.up(self.gate_up, z, context)
-        y_TF = gated(gate_TF, up_TF, self.gate_act)
+        y_TF = self.gate(gate_TF, up_TF)
         return self.down_all(self.down, y_TF, context, kept=(gate_TF, up_TF), again=self.gate_act.gate)
 
     def norm_and_down(self, x_TD: Tensor, gain: Gain, pairs: Pairs, context: Context) -> list[Tensor]:
         """RMSNorm of the whole residual stream, and the A after it."""
-        return self.down_all(pairs, rms_norm(x_TD, gain.weight, self.model.norm_eps), context)
+        return self.down_all(pairs, self.norm(x_TD, gain.weight), context)
+
+    def norm(self, x_TD: Tensor, gain_D: Tensor) -> Tensor:
+        return rms_norm(x_TD, gain_D, self.model.norm_eps)
+
+    def attend(self, q_TQ: Tensor, k_TQ: Tensor, v_TQ: Tensor, context: Context) -> Tensor:
+        return attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
+
+    def gate(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        return gated(gate_TF, up_TF, self.gate_act)
 
     def down_all(
         self, pairs: Pairs, x_TI: Tensor, context: Context, *, kept: Sequence[Tensor] = (), again: Again = identity
