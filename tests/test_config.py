@@ -372,6 +372,21 @@ def test_other_bridges_need_low_rank_linears(option: dict[str, Any]) -> None:
     assert f"parallel.{next(iter(option))}" in refusal(model={"linear": "dense", "rank": None}, parallel=option)
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ({}, {"sequence_parallel": True}),
+        ({}, {"sequence_parallel": True, "tensor_layout": "vanilla"}),
+        ({"linear": "dense", "rank": None, "dropout": 0.1}, {"sequence_parallel": True}),
+        ({}, {"group_b": False}),
+        ({"linear": "dense", "rank": None}, {"group_b": False}),
+    ],
+    ids=str,
+)
+def test_options_of_one_baseline(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    assert f"parallel.{next(iter(parallel))}" in refusal(model=model, parallel=parallel)
+
+
 # Files
 
 

@@ -188,6 +188,12 @@ class ParallelSection(_Section):
         description="btp's RMSNorm: statistic in the bridge or by a second all-reduce; no effect elsewhere (local)",
     )
     group_linears: bool = Field(default=True, description="one GEMM for q, k, v and one for gate, up")
+    group_b: bool = Field(
+        default=True, description="vanilla: grouped linears share the all-reduce of B too; false = one for each B"
+    )
+    sequence_parallel: bool = Field(
+        default=False, description="dense: residual stream and norms sharded over tokens (Megatron)"
+    )
     overlap: Literal["none", "weight_grads", "split_batch"] = Field(
         default="none", description="what hides the collectives: weight gradients, or the other half of the micro-batch"
     )
@@ -293,6 +299,7 @@ class TrainConfig(_Section):
         violations = [
             *_model_rules(self),
             *_tensor_parallel_rules(self),
+            *_baseline_rules(self),
             *_bridge_rules(self),
             *_training_rules(self),
             *_availability_rules(self),
@@ -370,6 +377,25 @@ def _tensor_parallel_rules(config: TrainConfig) -> Iterator[Violation]:
                 got=tp,
                 hint=f"nearest that suits: {_near_divisors(math.gcd(*whole.values()), tp)}",
             )
+
+
+def _baseline_rules(config: TrainConfig) -> Iterator[Violation]:
+    """What only one of the baselines has."""
+    parallel = config.parallel
+    if not parallel.group_b and config.layout not in ("vanilla", "vanilla_sharded_heads"):
+        yield Violation(
+            ("parallel.group_b", "model.linear", "parallel.tensor_layout"),
+            "is about the wide all-reduces of the vanilla layouts",
+            expected="true",
+            got="false",
+        )
+    if parallel.sequence_parallel and (config.layout != "dense" or config.model.dropout or parallel.pp > 1):
+        yield Violation(
+            ("parallel.sequence_parallel", "model.linear", "model.dropout", "parallel.pp"),
+            "is for dense models without dropout and without pipeline stages",
+            expected="false",
+            got="true",
+        )
 
 
 def _bridge_rules(config: TrainConfig) -> Iterator[Violation]:

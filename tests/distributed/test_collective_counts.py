@@ -84,6 +84,11 @@ for _layout in ("dense", *LOW_RANK_LAYOUTS):
             CASES[f"{_name}-sync-bf16"] = (_changes, {**_options, "norm": "sync"}, "bfloat16")
             CASES[f"{_name}-gqa"] = ({"kv_heads": 2}, _options, "float32")
             CASES[f"{_name}-tied"] = ({"tie_embeddings": True}, _options, "float32")
+    if _layout.startswith("vanilla"):
+        CASES[f"{_layout}-a_grouped"] = ({}, {"tensor_layout": _layout, "group_b": False}, "float32")
+for _grouped in (True, False):
+    _name = f"dense_sequence_parallel-{'grouped' if _grouped else 'ungrouped'}"
+    CASES[_name] = ({"linear": "dense"}, {"group_linears": _grouped, "sequence_parallel": True}, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,8 @@ def test_btp_sync_norm(found: dict[str, tuple[Counts, Counts]], grouping: str, b
 def test_vanilla(found: dict[str, tuple[Counts, Counts]], variant: str, q: int) -> None:
     """Grouped 5 d + 2 f forward and 3 d + f backward in 4 calls each; ungrouped 7 calls, 6 d + f backward.
 
+    A alone grouped, each B with its own all-reduce: 7 calls forward and 4 backward with the grouped elements.
+
     With Q other than d: q, k, v end in 3 Q, o in d, gate and up in 2 f, down in d; backward begins, for grouped
     linears, in d before q, k, v, Q before o, d before gate and up, f before down.
     """
@@ -167,6 +174,9 @@ def test_vanilla(found: dict[str, tuple[Counts, Counts]], variant: str, q: int) 
     block, _ = found[f"vanilla-ungrouped{variant}"]
     expect(block["forward"], 7, 3 * q + 2 * D + 2 * F)
     expect(block["backward"], 7, 5 * D + q + F)
+    block, _ = found["vanilla-a_grouped"]
+    expect(block["forward"], 7, 5 * D + 2 * F)
+    expect(block["backward"], 4, 3 * D + F)
     if q == D:
         assert (3 * q + 2 * D + 2 * F, 2 * D + q + F, 5 * D + q + F) == (5 * D + 2 * F, 3 * D + F, 6 * D + F)
 
@@ -198,6 +208,22 @@ def test_dense(found: dict[str, tuple[Counts, Counts]], grouping: str, variant: 
     block, _ = found[f"dense-{grouping}{variant}"]
     for way in ("forward", "backward"):
         assert block[way] == Counter({("all_reduce", D * TOKENS): 2})
+
+
+@pytest.mark.parametrize("grouping", ["grouped", "ungrouped"])
+def test_dense_with_sequence_parallelism(found: dict[str, tuple[Counts, Counts]], grouping: str) -> None:
+    """Each all-reduce is an all-gather and a reduce-scatter, 2 d each way; backward also gathers the inputs of the
+    column-parallel linears again, d in all, and sums the gradients of two gains, which have no tokens."""
+    block, ends = found[f"dense_sequence_parallel-{grouping}"]
+    expect(block["forward"], 4, 2 * D)
+    assert block["forward"] == Counter({("all_gather", D * TOKENS): 2, ("reduce_scatter", D * TOKENS): 2})
+    expect(block["backward"], 8, 3 * D + 2 * D / TOKENS)
+    assert block["backward"] == Counter(
+        {("all_gather", D * TOKENS): 4, ("reduce_scatter", D * TOKENS): 2, ("all_reduce", D): 2}
+    )
+    loss = ("all_gather", 2 * TP * TOKENS)
+    assert ends["forward"] == Counter([("reduce_scatter", D * TOKENS), ("all_gather", D * TOKENS), loss])
+    assert ends["backward"] == Counter([("all_gather", D * TOKENS), ("reduce_scatter", D * TOKENS), ("all_reduce", D)])
 
 
 @pytest.mark.parametrize("variant", ["grouped", "ungrouped", "grouped-bf16", "grouped-sync"])

@@ -15,13 +15,14 @@ from tests.distributed.harness import run_ranks
 from tests.models import build, distance, load, loss_and_gradients, model_section, perturbed, tensors, tokens, worst
 
 TOLERANCE = 1e-10
-LAYOUTS = ["dense", "vanilla", "vanilla_sharded_heads", "btp"]
+LAYOUTS = ["dense", "dense_sequence_parallel", "vanilla", "vanilla_sharded_heads", "btp"]
 AXES: dict[str, list[Any]] = {
     "layout": LAYOUTS,
     "activation": ["silu", "none"],
     "kv_heads": [4, "gqa"],
     "tie_embeddings": [True, False],
     "group_linears": [True, False],
+    "group_b": [True, False],
     "norm": ["online", "sync"],
     "extreme": ["plain", "outlier", "zero_shard", "tiny"],
 }
@@ -34,7 +35,9 @@ def product() -> list[dict[str, Any]]:
         case = dict(zip(AXES, values, strict=True))
         if case["layout"] != "btp" and case["norm"] == "sync":
             continue
-        if case["layout"] == "dense" and case["activation"] == "none":
+        if not case["group_b"] and not (case["group_linears"] and case["layout"].startswith("vanilla")):
+            continue
+        if case["layout"].startswith("dense") and case["activation"] == "none":
             continue
         cases.append(case)
     return cases
@@ -61,7 +64,7 @@ def cases() -> list[dict[str, Any]]:
 
 def prepared(case: dict[str, Any], tp: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model section, and weights under which its options, and mistakes in them, show."""
-    dense = case["layout"] == "dense"
+    dense = case["layout"].startswith("dense")
     model = model_section(
         linear="dense" if dense else "low_rank",
         # GQA with as few kv heads as the layout allows, so that q and k, v have unequal widths.
@@ -104,9 +107,13 @@ def compare(mesh: Mesh, all_cases: list[dict[str, Any]]) -> list[tuple[dict[str,
         single = build(model, ParallelSection(group_linears=False))
         load(single, weights)
         loss, gradients = loss_and_gradients(single, ids, labels)
-        layout = "btp" if case["layout"] == "dense" else case["layout"]
         parallel = ParallelSection(
-            tp=mesh.tp.size, tensor_layout=layout, group_linears=case["group_linears"], norm=case["norm"]
+            tp=mesh.tp.size,
+            tensor_layout="btp" if case["layout"].startswith("dense") else case["layout"],
+            group_linears=case["group_linears"],
+            group_b=case["group_b"],
+            norm=case["norm"],
+            sequence_parallel=case["layout"] == "dense_sequence_parallel",
         )
         sharded = build(model, parallel, mesh.tp)
         load(sharded, weights)

@@ -1,7 +1,8 @@
 """The decoder: embedding, blocks, final norm, head. The same code for every layout and for one process.
 
 Under BTP the residual stream is this rank's shard of hidden from the embedding to the last block, and one all-gather
-makes it whole for the final norm and the head. The other layouts keep it whole throughout.
+makes it whole for the final norm and the head. The other layouts keep it whole throughout, or, dense ones with
+sequence parallelism, sharded over tokens until after the final norm.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from boost.parallel.interleave import interleave
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.recompute import call, recompute_block
+from boost.parallel.residual import make_stream
 
 
 class Decoder(nn.Module):
@@ -36,7 +38,7 @@ class Decoder(nn.Module):
 
     Args:
         model: what is computed.
-        parallel: how it is laid out over tp (tensor_layout, norm, group_linears).
+        parallel: how it is laid out over tp (tensor_layout, norm, group_linears, sequence_parallel).
         tp: the tensor-parallel group.
         dtype: of activations and GEMMs.
         master_dtype: of the parameters; fp32 beside bf16 activations.
@@ -70,12 +72,14 @@ class Decoder(nn.Module):
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
         kind = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
+        self.stream = make_stream(parallel.sequence_parallel, tp)
         table = (model.vocab_size, model.hidden_size, model.init_std, tp, master)
         self.embedding: HiddenShardedEmbedding | VocabShardedTable
         if self.hidden_sharded and not model.tie_embeddings:
             self.embedding = HiddenShardedEmbedding(*table)
         else:
-            self.embedding = VocabShardedTable("embedding.weight", *table, "shard" if self.hidden_sharded else "whole")
+            stream = None if self.hidden_sharded else self.stream
+            self.embedding = VocabShardedTable("embedding.weight", *table, stream)
         self.blocks = nn.ModuleList(kind(model, parallel, layer, tp, master) for layer in range(model.layers))
         for block in self.blocks if compile else ():
             for name in block.LOCAL:
@@ -121,7 +125,7 @@ class Decoder(nn.Module):
             run = recompute_block if self.recompute == "block" else call
             for block in self.blocks:
                 x_Td = run(block, x_Td, context)
-        return self._final_norm(x_Td)
+        return self._final_norm(x_Td, context.tokens)
 
     def _interleaved(self, x_Td: Tensor, context: Context) -> Tensor:
         """The blocks over two halves of the batch that take turns."""
@@ -134,7 +138,7 @@ class Decoder(nn.Module):
         sizes = [half.batch * half.sequence for half in halves]
         return interleave(x_Td, sizes, list(block_stages(blocks, halves)), blocks[0].bridge)
 
-    def _final_norm(self, x_Td: Tensor) -> Tensor:
+    def _final_norm(self, x_Td: Tensor, tokens: int) -> Tensor:
         """The final norm, then the head's backward sum.
 
         Under BTP the sum is the backward of the all-gather: the norm's backward, linear in its gradient, acts on
@@ -143,7 +147,8 @@ class Decoder(nn.Module):
         if self.hidden_sharded:
             x_TD = gather_last(x_Td, self.tp)
             return rms_norm(x_TD, sum_backward(self.norm.weight, self.tp), self.model.norm_eps)
-        return sum_backward(rms_norm(x_Td, self.norm.weight, self.model.norm_eps), self.tp)
+        gain_D = self.stream.replicated(self.norm.weight)
+        return self.stream.enter(rms_norm(x_Td, gain_D, self.model.norm_eps), tokens)
 
     def _context(self, input_ids: Tensor, samples: Sequence[int], cache: KeyValueCache | None) -> Context:
         batch, sequence = input_ids.shape

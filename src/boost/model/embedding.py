@@ -6,14 +6,13 @@ memory: padded rows are never looked up and never enter a logit, and no checkpoi
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from boost.parallel.collectives import scatter_last, sum_forward
+from boost.parallel.collectives import scatter_last
 from boost.parallel.mesh import Group
+from boost.parallel.residual import Stream
 from boost.parallel.sharding import Init, Part, Sharded, exact_share, padded_share
 
 
@@ -37,8 +36,7 @@ class VocabShardedTable(Sharded):
 
     Args:
         name: canonical name.
-        output: what a lookup returns: "whole" the hidden vector on every rank (an all-reduce), "shard" this
-            rank's shard of it (a reduce-scatter).
+        stream: where a lookup's sum over ranks goes; None for this rank's shard of hidden (a reduce-scatter).
     """
 
     def __init__(
@@ -49,10 +47,10 @@ class VocabShardedTable(Sharded):
         std: float,
         tp: Group,
         dtype: torch.dtype,
-        output: Literal["whole", "shard"] = "whole",
+        stream: Stream | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.shape, self.std, self.tp, self.output = name, (vocab_size, hidden_size), std, tp, output
+        self.name, self.shape, self.std, self.tp, self.stream = name, (vocab_size, hidden_size), std, tp, stream
         self.weight = nn.Parameter(torch.empty(padded_share(vocab_size, tp), hidden_size, dtype=dtype))
         self.start = min(tp.rank * self.weight.shape[0], vocab_size)
         self.rows = min(self.weight.shape[0], vocab_size - self.start)
@@ -66,11 +64,11 @@ class VocabShardedTable(Sharded):
         return self.weight if self.rows == len(self.weight) else self.weight[: self.rows]
 
     def forward(self, ids_T: Tensor, dtype: torch.dtype) -> Tensor:
-        """ids [T] to [T, D], or to this rank's [T, d]: rows of other ranks count as zero, then a sum over ranks."""
+        """ids [T] to the stream, or to this rank's [T, d]: rows of other ranks count as zero, then a sum over ranks."""
         if self.tp.size == 1:
             return F.embedding(ids_T, self.weight).to(dtype)
         local = ids_T - self.start
         mine = (local >= 0) & (local < self.rows)
         rows = F.embedding(local.where(mine, 0), self.weight).to(dtype)
         partial = rows.masked_fill(~mine.unsqueeze(-1), 0)
-        return sum_forward(partial, self.tp) if self.output == "whole" else scatter_last(partial, self.tp)
+        return scatter_last(partial, self.tp) if self.stream is None else self.stream.leave(partial)

@@ -145,8 +145,8 @@ class Up(Sharded):
 class Pairs(nn.Module):
     """The A and B of linears that share their input, in the groups in which they are executed.
 
-    Grouped: one A for all, and one B for each run of equal output widths (with GQA, q alone and k, v together).
-    Ungrouped: every linear alone.
+    Grouped: one A for all, and one B for each run of equal output widths (with GQA, q alone and k, v together), or
+    with `group_b` false one for each linear. Ungrouped: every linear alone.
 
     Attributes:
         downs: one `Down` per A GEMM, hence per bridge.
@@ -160,6 +160,7 @@ class Pairs(nn.Module):
         tp: Group,
         *,
         grouped: bool,
+        group_b: bool = True,
         down_split: Split,
         up_split: Split,
         dtype: torch.dtype,
@@ -170,7 +171,7 @@ class Pairs(nn.Module):
         self.ups = cast(
             Sequence[Sequence[Up]],
             nn.ModuleList(
-                nn.ModuleList(Up(run, rank, tp, up_split, dtype) for run in _equal_outputs(group)) for group in groups
+                nn.ModuleList(Up(run, rank, tp, up_split, dtype) for run in _runs(group, group_b)) for group in groups
             ),
         )
 
@@ -188,10 +189,11 @@ class Pairs(nn.Module):
         return outputs
 
 
-def _equal_outputs(linears: Sequence[Linear]) -> list[list[Linear]]:
+def _runs(linears: Sequence[Linear], grouped: bool) -> list[list[Linear]]:
+    """Neighbours of equal output width together, or each alone."""
     runs: list[list[Linear]] = []
     for linear in linears:
-        if runs and runs[-1][0].d_out == linear.d_out:
+        if grouped and runs and runs[-1][0].d_out == linear.d_out:
             runs[-1].append(linear)
         else:
             runs.append([linear])

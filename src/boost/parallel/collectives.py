@@ -52,6 +52,17 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return stacked
 
 
+def start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
+    """Begins to gather the tensors of all ranks, stacked in rank order, [size, *x.shape].
+
+    Returns:
+        Where they arrive, and what to wait for.
+    """
+    stacked = x.new_empty(group.size, *x.shape)
+    flat = x.detach().contiguous().view(-1)
+    return stacked, _all_gather(stacked.view(-1), flat, group=group.process_group, async_op=True)
+
+
 def start_all_to_all(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
     """Begins to send piece i of x, cut in `size` along its first dimension, to rank i.
 
@@ -186,6 +197,28 @@ class _ScatterLast(torch.autograd.Function):
         return _gather_last(grad, ctx.group), None
 
 
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, group: Group, queue: WeightGradQueue | None) -> Tensor:
+        ctx.group, ctx.queue = group, queue
+        return all_gather_rows(x, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter_rows(grad, ctx.group, ctx.queue), None, None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.rows, ctx.group = len(x), group
+        return reduce_scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(grad, ctx.rows, ctx.group), None
+
+
 def sum_forward(x: Tensor, group: Group) -> Tensor:
     """All-reduce forward, identity backward: completes partial sums whose consumer is replicated."""
     return x if group.size == 1 else _SumForward.apply(x, group)
@@ -212,6 +245,22 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 def scatter_last(x: Tensor, group: Group) -> Tensor:
     """Partial sums [..., n * size] to this rank's complete shard [..., n]; backward gathers the gradients."""
     return x if group.size == 1 else _ScatterLast.apply(x, group)
+
+
+def gather_rows(x: Tensor, rows: int, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
+    """Shares of rows to all `rows` of them on every rank; backward sums the gradients and scatters them.
+
+    Weight gradients in the queue are computed while that sum is under way.
+    """
+    return x if group.size == 1 else _GatherRows.apply(x, rows, group, queue)
+
+
+def scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """Partial sums [rows, ...] to this rank's complete rows, ceil(rows / size) of them, zeros where there are fewer.
+
+    Backward gathers the gradients.
+    """
+    return x if group.size == 1 else _ScatterRows.apply(x, group)
 
 
 # --- The bridge of Online RMSNorm: partial products and the norm statistic in one all-reduce ---

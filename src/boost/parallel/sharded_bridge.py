@@ -19,9 +19,11 @@ from torch import Tensor
 from boost.parallel.bridge import Activation, Bridge, Latent, Partial
 from boost.parallel.collectives import (
     all_gather_rows,
+    gather_rows,
     pack_statistic,
     reduce_scatter_rows,
     reinterpreted,
+    scatter_rows,
     unpack_statistic,
 )
 from boost.parallel.mesh import Group
@@ -30,51 +32,37 @@ from boost.parallel.overlap import WeightGradQueue
 
 class _SumToShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, product_TR: Tensor, norm_T: Tensor | None, group: Group) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, product_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         ctx.group, ctx.shape = group, product_TR.shape
         ctx.save_for_backward(norm_T)
-        if norm_T is None:
-            return reduce_scatter_rows(product_TR, group), None
         statistic = pack_statistic(norm_T, group, product_TR.dtype)
         rows = reduce_scatter_rows(torch.cat([product_TR, statistic], 1), group)
         total_tR, statistic = rows.tensor_split([product_TR.shape[1]], dim=1)
         return total_tR, unpack_statistic(statistic, norm_T.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_tR: Tensor, grad_t: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad_tR: Tensor, grad_t: Tensor) -> tuple[Tensor, Tensor, None]:
         (norm_T,) = ctx.saved_tensors
         tokens, width = ctx.shape
-        if norm_T is None:
-            return all_gather_rows(grad_tR, tokens, ctx.group), None, None
         # Nothing is summed here, so an fp32 number travels unchanged as the bytes of two bf16 ones.
-        assert grad_t is not None
         columns = reinterpreted(grad_t.unsqueeze(-1), grad_tR.dtype)
         rows = all_gather_rows(torch.cat([grad_tR, columns], 1), tokens, ctx.group)
         grad_T = reinterpreted(rows[:, width:], norm_T.dtype).squeeze(-1)
         return rows[:, :width].contiguous(), 2 * norm_T * grad_T, None
 
 
-class _GatherShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h_tR: Tensor, tokens: int, group: Group, queue: WeightGradQueue | None) -> Tensor:
-        ctx.group, ctx.queue = group, queue
-        return all_gather_rows(h_tR, tokens, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TR: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduce_scatter_rows(grad_TR, ctx.group, ctx.queue), None, None, None
-
-
 class ShardedBridge(Bridge):
     """Calling it: reduce-scatter over tokens; z is [t, R]. `spread`: all-gather of act(z)."""
 
     def sum(self, partial: Partial) -> tuple[Tensor, Tensor | None]:
+        if partial.norm_T is None:
+            return scatter_rows(partial.product_TR, self.tp), None
         return _SumToShards.apply(partial.product_TR, partial.norm_T, self.tp)
 
     def spread(
         self, z_tR: Tensor, act: Activation, tokens: int, queue: WeightGradQueue | None, *, thrifty: bool
     ) -> Latent:
-        h_TR = _GatherShards.apply(act(z_tR), tokens, self.tp, queue)
+        h_TR = gather_rows(act(z_tR), tokens, self.tp, queue)
         if thrifty:
             return Latent(h_TR, z_tR, lambda z: all_gather_rows(act(z), tokens, self.tp))
         return Latent(h_TR, h_TR, lambda h: h)

@@ -2,6 +2,10 @@
 
 q, k, v, gate and up are split by columns, o and down by rows; two all-reduces of d elements per token forward (after
 o and down), two backward (before q, k, v and before gate, up). Source: Shoeybi et al., arXiv 1909.08053.
+
+With sequence parallelism (`boost.parallel.residual`) each is a reduce-scatter and an all-gather, and the residual
+stream between them is this rank's tokens: x_TD and h_TD are then [t, D]. Backward gathers the input of q, k, v and that
+of gate, up a second time, 3 d elements in all, and sums the gradients of the two gains.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear
 from boost.model.norm import Gain
-from boost.parallel.collectives import sum_backward, sum_forward
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.residual import Regather, Stream, TokenShardedStream, make_stream, start_in_backward
 from boost.parallel.sharding import Init, Part, Sharded, padded_share
 
 
@@ -46,19 +50,26 @@ class ColumnParallel(Sharded):
             start += width
         return {"weight": tuple(weight), "bias": tuple(bias)}
 
-    def forward(self, x_TD: Tensor, queue: WeightGradQueue | None = None) -> list[Tensor]:
-        y_To = apply_linear(x_TD, self.weight, queue)
+    def forward(
+        self,
+        x_TD: Tensor,
+        queue: WeightGradQueue | None = None,
+        *,
+        kept: Sequence[Tensor] = (),
+        again: Again = identity,
+    ) -> list[Tensor]:
+        y_To = apply_linear(x_TD, self.weight, queue, kept=kept, again=again)
         if self.bias is not None:
             y_To = y_To + self.bias.to(y_To.dtype)
         return list(y_To.split(self.widths, dim=-1))
 
 
 class RowParallel(Sharded):
-    """A linear split by inputs: [T, i] to [T, D] on every rank, with the all-reduce."""
+    """A linear split by inputs: [T, i] to the residual stream, with the collective that completes it."""
 
-    def __init__(self, linear: Linear, std: float, tp: Group, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, std: float, stream: Stream, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear, self.std, self.tp = linear, std, tp
+        self.linear, self.std, self.stream, tp = linear, std, stream, stream.tp
         self.weight = nn.Parameter(torch.empty(linear.d_out, padded_share(linear.d_in, tp), dtype=dtype))
         self.bias = nn.Parameter(torch.empty(linear.d_out, dtype=dtype)) if linear.bias else None
 
@@ -76,19 +87,25 @@ class RowParallel(Sharded):
         *,
         kept: Sequence[Tensor] = (),
         again: Again = identity,
+        regather: Regather | None = None,
     ) -> Tensor:
-        y_TD = sum_forward(apply_linear(x_Ti, self.weight, queue, kept=kept, again=again), self.tp)
-        return y_TD if self.bias is None else y_TD + self.bias.to(y_TD.dtype)
+        """`regather`: what backward will need soon after this linear, gathered behind its own work."""
+        partial_TD = apply_linear(x_Ti, self.weight, queue, kept=kept, again=again)
+        if regather is not None:
+            partial_TD = start_in_backward(partial_TD, regather)
+        y_TD = self.stream.leave(partial_TD)
+        return y_TD if self.bias is None else y_TD + self.stream.replicated(self.bias).to(y_TD.dtype)
 
 
 class DenseBlock(nn.Module):
-    """x_TD to x_TD, the whole residual stream on every rank."""
+    """x_TD to x_TD, the residual stream."""
 
     def __init__(
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.model, self.layer, self.tp = model, layer, tp
+        self.model, self.layer = model, layer
+        self.stream = make_stream(parallel.sequence_parallel, tp)
         self.gate_act = ACTIVATIONS[model.gate_activation]
 
         def columns(linears: Sequence[Linear]) -> nn.ModuleList:
@@ -99,24 +116,35 @@ class DenseBlock(nn.Module):
         gate, up, down = mlp_linears(model, layer)
         self.attention_norm = Gain(f"blocks.{layer}.attention.norm.weight", model.hidden_size, dtype)
         self.qkv = columns([q, k, v])
-        self.o = RowParallel(o, model.init_std, tp, dtype)
+        self.o = RowParallel(o, model.init_std, self.stream, dtype)
         self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype)
         self.gate_up = columns([gate, up])
-        self.down = RowParallel(down, model.init_std, tp, dtype)
+        self.down = RowParallel(down, model.init_std, self.stream, dtype)
 
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
-        h_TD = rms_norm(x_TD, self.attention_norm.weight, self.model.norm_eps)
-        q_TQ, k_TQ, v_TQ = self.columns(self.qkv, h_TD, context)
+        (q_TQ, k_TQ, v_TQ), regather = self.norm_and_columns(x_TD, self.attention_norm, self.qkv, context)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
-        x_TD = x_TD + context.drop(self.o(y_TQ, context.queue), self.layer, "attention", None)
+        x_TD = x_TD + context.drop(self.o(y_TQ, context.queue, regather=regather), self.layer, "attention", None)
 
-        h_TD = rms_norm(x_TD, self.mlp_norm.weight, self.model.norm_eps)
-        gate_Tf, up_Tf = self.columns(self.gate_up, h_TD, context)
+        (gate_Tf, up_Tf), regather = self.norm_and_columns(x_TD, self.mlp_norm, self.gate_up, context)
         y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
-        y_TD = self.down(y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
+        y_TD = self.down(y_Tf, context.queue, kept=(gate_Tf, up_Tf), again=self.gate_act.gate, regather=regather)
         return x_TD + context.drop(y_TD, self.layer, "mlp", None)
 
-    def columns(self, columns: nn.ModuleList, h_TD: Tensor, context: Context) -> list[Tensor]:
-        """The outputs of column-parallel linears that read h, whose gradient is summed once for all of them."""
-        h_TD = sum_backward(h_TD, self.tp, context.queue)
-        return [y for column in columns for y in column(h_TD, context.queue)]
+    def norm_and_columns(
+        self, x_TD: Tensor, gain: Gain, columns: nn.ModuleList, context: Context
+    ) -> tuple[list[Tensor], Regather | None]:
+        """The outputs of column-parallel linears that read norm(x), whose gradient is summed once for all of them.
+
+        Returns:
+            The outputs, and what backward will gather again, if it is to begin early.
+        """
+        queue = context.queue
+        h_TD = rms_norm(x_TD, self.stream.replicated(gain.weight), self.model.norm_eps)
+        whole_TD = self.stream.enter(h_TD, context.tokens, queue)
+        # A block that is recomputed as a whole keeps nothing for long.
+        if not isinstance(self.stream, TokenShardedStream) or context.recompute == "block":
+            return [y for column in columns for y in column(whole_TD, queue)], None
+        regather = Regather(h_TD, context.tokens, self.stream.tp, readers=len(columns))
+        outputs = [y for column in columns for y in column(whole_TD, queue, kept=(h_TD,), again=regather.whole)]
+        return outputs, regather if queue is not None else None

@@ -2,7 +2,8 @@
 
 Each pair is cut inside its bottleneck, A by columns and B by rows of the rank, so that everything wide is replicated
 and each pair ends in a wide all-reduce: 5 d + 2 d_ff elements per token forward, 3 d + d_ff backward where q, k, v
-and gate, up share one A (6 d + d_ff where they do not). Attention then runs over all heads on every rank.
+and gate, up share one A (6 d + d_ff where they do not). In how many all-reduces forward, 4 or 7, depends on whether
+their B are summed together too. Attention then runs over all heads on every rank.
 
 With `sharded_heads` each rank attends with its own heads only, the fairer baseline: q, k, v end in a reduce-scatter
 over heads and o begins with an all-gather. A rank that does not divide is padded with zeros.
@@ -44,7 +45,8 @@ class VanillaBlock(nn.Module):
         self.sharded_heads = parallel.tensor_layout == "vanilla_sharded_heads"
 
         def pairs(linears: Sequence[Linear], grouped: bool = False) -> Pairs:
-            return Pairs(linears, rank, tp, grouped=grouped, down_split="rank", up_split="rank", dtype=dtype)
+            b = parallel.group_b
+            return Pairs(linears, rank, tp, grouped=grouped, group_b=b, down_split="rank", up_split="rank", dtype=dtype)
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)
