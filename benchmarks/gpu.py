@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boost.bench.replay import Link, VirtualClock, Work, check_replayed, lonely_mesh, replayed
+from boost.bench.intercept import Work
+from boost.bench.replay import VirtualClock, check_replayed, lonely_mesh, replayed
+from boost.bench.serial_link import Link
 from boost.bench.step import Step, per_block
 from boost.bench.variants import Variant
 from boost.config import TrainConfig

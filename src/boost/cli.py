@@ -159,14 +159,20 @@ def bench_layouts(
     overrides: Overrides = None,
     link: Annotated[str, typer.Option(help="Bytes per second between ranks; auto (as A100s), none, replay.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant, in turns.")] = 7,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Variants to run, by name or pattern such as 'dense*'; repeatable.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Write a bar chart here, as PNG.")] = None,
 ) -> None:
     """Compare dense, vanilla and bottleneck-aware tensor parallelism, alternated in one run."""
     from boost.bench import layouts, report
+    from boost.bench.variants import chosen, layout_variants
     from boost.config import TrainConfig
 
-    result = layouts.bench_layouts(TrainConfig.load(config, overrides or []), link=link, rounds=rounds)
+    variants = chosen(layout_variants(), only or [])
+    loaded = TrainConfig.load(config, overrides or [])
+    result = layouts.bench_layouts(loaded, link=link, rounds=rounds, variants=variants)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     if chart is not None:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from boost.bench import layouts, link
+from boost.bench import layouts, link, report
 from boost.bench.link import LinkError, limited_links
-from boost.bench.variants import layout_variants
+from boost.bench.variants import BASELINES, RECOMPUTING_BASELINES, chosen, layout_variants
 from boost.config import TrainConfig
-from boost.errors import EnvironmentFailure, UserError
+from boost.errors import UserError
 from tests.bench.tiny import TINY, tiny_config, tiny_overrides
 
 TP = 2
+TOKENS = TINY["train.global_batch_size"] * TINY["train.sequence_length"]
 D, F, R = TINY["model.hidden_size"], TINY["model.ffn_size"], TINY["model.rank"]
 # Two norms, each with a high and a low part per rank.
 STATISTIC = 2 * 2 * TP
@@ -35,6 +38,8 @@ FIELDS = {
     "forward_elements",
     "backward_collectives",
     "backward_elements",
+    "forward_bytes",
+    "backward_bytes",
     "recompute_collectives",
     "saved_bytes_per_token",
     "peak_memory_bytes",
@@ -67,8 +72,7 @@ def test_json_is_the_contracts(run: tuple[dict[str, Any], str, Path]) -> None:
         assert row.keys() == FIELDS
         assert (row["name"], row["layout"], row["options"]) == (variant.name, variant.layout, variant.options)
         assert row["step_seconds"] > row["comm_wait_seconds"] > 0
-        tokens = TINY["train.global_batch_size"] * TINY["train.sequence_length"]
-        assert row["tokens_per_second"] == pytest.approx(tokens / row["step_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(TOKENS / row["step_seconds"])
         assert row["saved_bytes_per_token"] > 0
         assert row["peak_memory_bytes"] > 0
 
@@ -78,6 +82,9 @@ def test_json_is_the_contracts(run: tuple[dict[str, Any], str, Path]) -> None:
     [
         ("dense", (2, 2 * D), (2, 2 * D)),
         ("dense, overlap", (2, 2 * D), (2, 2 * D)),
+        ("dense, sequence parallel", (4, 2 * D), (8, 3 * D + 2 * D / TOKENS)),
+        ("dense, sequence parallel, overlap", (4, 2 * D), (8, 3 * D + 2 * D / TOKENS)),
+        ("vanilla, A grouped", (7, 5 * D + 2 * F), (4, 3 * D + F)),
         ("vanilla, pairs", (7, 5 * D + 2 * F), (7, 6 * D + F)),
         ("vanilla, grouped", (4, 5 * D + 2 * F), (4, 3 * D + F)),
         ("vanilla, sharded heads", (5, 4 * D + 2 * F), (5, 4 * D + F)),
@@ -86,6 +93,8 @@ def test_json_is_the_contracts(run: tuple[dict[str, Any], str, Path]) -> None:
         ("BTP, overlap split batch", (8, 7 * R + STATISTIC), (8, 7 * R)),
         ("BTP, sync norm", (6, 7 * R + 2), (6, 7 * R + 2)),
         ("BTP, recompute latents", (4, 7 * R + STATISTIC), (4, 7 * R)),
+        ("BTP, fp32 bridges", (4, 7 * R + 2), (4, 7 * R)),
+        ("BTP, sequence-sharded bottleneck", (8, 7 * R + STATISTIC / 2), (8, 7 * R + 2)),
     ],
 )
 def test_counts_are_the_formulas(
@@ -94,6 +103,22 @@ def test_counts_are_the_formulas(
     row = rows[name]
     assert (row["forward_collectives"], row["forward_elements"]) == forward
     assert (row["backward_collectives"], row["backward_elements"]) == backward
+
+
+def test_bytes_are_those_of_the_wire(rows: dict[str, dict[str, Any]]) -> None:
+    """bf16, fp32, and int8 with a scale per group of values and an fp32 norm, each sent twice as half an all-reduce."""
+    assert rows["BTP"]["forward_bytes"] == 2 * (7 * R + STATISTIC)
+    assert rows["BTP, fp32 bridges"]["forward_bytes"] == 4 * (7 * R + 2)
+    for name in ("BTP, int8 bridges (lossy)", "BTP, fp8 bridges (lossy)"):
+        assert rows[name]["backward_bytes"] == 7 * R + 4 * 4
+        assert rows[name]["forward_bytes"] == 7 * R + 4 * 4 + 4 * 2
+    assert rows["dense, sequence parallel"]["forward_bytes"] == rows["dense"]["forward_bytes"] == 2 * 2 * D
+
+
+def test_sequence_parallelism_keeps_a_share(rows: dict[str, dict[str, Any]]) -> None:
+    """Plain Megatron keeps the inputs and results of both norms whole on every rank."""
+    whole, share = (rows[name]["saved_bytes_per_token"] for name in ("dense", "dense, sequence parallel"))
+    assert whole - share == pytest.approx(2 * 4 * D * (1 - 1 / TP) + 4 * 2 * (1 - 1 / TP), abs=1)
 
 
 def test_only_latent_recomputation_of_btp_repeats_no_collective(rows: dict[str, dict[str, Any]]) -> None:
@@ -112,11 +137,62 @@ def test_latent_recomputation_keeps_what_it_may(rows: dict[str, dict[str, Any]])
 
 def test_table_and_chart(run: tuple[dict[str, Any], str, Path]) -> None:
     result, table, chart = run
-    lines = [line for line in table.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + len(result["rows"])
-    assert len({line.count("|") for line in lines}) == 1
-    assert "no limit (loopback)" in table
+    assert "link: no limit." in table
+    measured, keeping, recomputing, costs = tables(table)
+    assert [line[0] for line in measured[1:]] == [row["name"] for row in result["rows"]]
+    modes = {row["name"]: row["options"].get("train.recompute", "none") for row in result["rows"]}
+    for ratios, baselines in ((keeping, BASELINES), (recomputing, RECOMPUTING_BASELINES)):
+        # The mode of recomputation is named on both sides.
+        assert set(ratios[0][2:]) == {f"over {name} (recompute {modes[name]})" for name in baselines}
+        assert all(line[1] == modes[line[0]] for line in ratios[1:])
+    assert [line[0] for line in keeping[1:]] == [name for name, mode in modes.items() if mode == "none"]
+    assert [line[0] for line in recomputing[1:]] == [name for name, mode in modes.items() if mode != "none"]
+    assert [line[0] for line in costs[1:]] == [line[0] for line in recomputing[1:]]
+    seconds = {row["name"]: row["step_seconds"] for row in result["rows"]}
+    btp = dict(zip(keeping[0], next(line for line in keeping if line[0] == "BTP"), strict=True))
+    assert btp["over vanilla, pairs (recompute none)"] == f"{seconds['vanilla, pairs'] / seconds['BTP']:.2f}x"
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables of a text, row by row without the ruler; rows of a table are equally long."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        lines = [line for line in paragraph.strip().splitlines() if line.startswith("|")]
+        if lines:
+            cells = [line.strip("| ").split(" | ") for line in (lines[0], *lines[2:])]
+            assert len({len(line) for line in cells}) == 1
+            found.append(cells)
+    return found
+
+
+def test_variants_are_chosen_by_name_or_pattern() -> None:
+    variants = layout_variants()
+    assert len({variant.name for variant in variants}) == len(variants)
+    assert {*BASELINES, *RECOMPUTING_BASELINES} <= {variant.name for variant in variants}
+    assert [v.name for v in chosen(variants, ["BTP", "dense, overlap"])] == ["dense, overlap", "BTP"]
+    assert {v.layout for v in chosen(variants, ["vanilla*"])} == {"vanilla", "vanilla_sharded_heads"}
+    assert chosen(variants, []) == variants
+    with pytest.raises(UserError, match=r"--only: matches no variant .*got Dense"):
+        chosen(variants, ["BTP", "Dense"])
+
+
+def test_few_variants_need_few_tables(run: tuple[dict[str, Any], str, Path]) -> None:
+    """Without a baseline there are no ratios, and without its plain twin a recomputing one has no cost."""
+    rows = {row["name"]: row for row in run[0]["rows"]}
+    twins = [rows["BTP"], rows["BTP, recompute blocks"]]
+    assert len(tables(report.markdown(run[0] | {"rows": twins}))) == 2
+    assert len(tables(report.markdown(run[0] | {"rows": twins[1:]}))) == 1
+
+
+@pytest.mark.parametrize("link", ["auto", "1e6"])
+def test_gpus_have_their_own_links(monkeypatch: pytest.MonkeyPatch, link: str) -> None:
+    monkeypatch.setattr(layouts, "choose_device", lambda device: torch.device("cuda", 0))
+    if link == "auto":
+        assert layouts._rate(tiny_config(tp=TP), link) is None
+    else:
+        with pytest.raises(UserError, match="links of GPUs"):
+            layouts._rate(tiny_config(tp=TP), link)
 
 
 @pytest.mark.parametrize("rate", ["fast", "0", "-1e6", "nan", "inf"])
@@ -128,9 +204,9 @@ def test_unknown_link_is_refused(rate: str) -> None:
 # --- Links ---
 
 
-def namespaces() -> set[str]:
+def namespaces(process: int | None = None) -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listed.splitlines() if line.startswith(f"boost{os.getpid()}")}
+    return {line.split()[0] for line in listed.splitlines() if line.startswith(f"boost{process or os.getpid()}-")}
 
 
 @pytest.mark.parametrize("tool", ["ip", "tc"])
@@ -147,10 +223,25 @@ def test_links_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_the_command_refuses_where_links_are_not_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_bucket_where_links_are_not_possible(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It says so in one line, in the result, in the table; and no step is faster than its bytes allow."""
+    rate = 4e5
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(EnvironmentFailure, match="iproute2"):
-        layouts.bench_layouts(tiny_config(tp=TP), link="1e6")
+    variants = chosen(layout_variants(), ["dense, sequence parallel", "BTP", "BTP, overlap split batch"])
+    result = layouts.bench_layouts(tiny_config(tp=TP), link=str(rate), rounds=1, variants=variants)
+    warned = capsys.readouterr().err.splitlines()
+    assert len(warned) == 1
+    assert "token bucket, because ip is not installed (package iproute2)" in warned[0]
+    assert result["link"] == "token bucket, because ip is not installed (package iproute2)"
+    assert result["link_bytes_per_second"] == rate
+    assert "link: TOKEN BUCKET, because ip is not installed" in report.markdown(result)
+    report.bar_chart(result, tmp_path / "chart.png")
+    for row in result["rows"]:
+        bytes_per_token = row["forward_bytes"] + row["backward_bytes"]
+        least = bytes_per_token * TOKENS * 2 * (TP - 1) / TP / rate
+        assert row["step_seconds"] > row["comm_wait_seconds"] > least > 0.01
 
 
 needs_root = pytest.mark.skipif(
@@ -175,6 +266,33 @@ def test_namespaces_are_removed_at_any_end(end: type[BaseException] | None) -> N
         with pytest.raises(end):
             use()
     assert not namespaces()
+
+
+KEEP = """
+import time
+from boost.bench.link import limited_links
+with limited_links(2, 1e6):
+    print("made", flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_signals_leave_no_namespaces(number: signal.Signals) -> None:
+    """What a killed process could not remove, the next one does."""
+    process = subprocess.Popen([sys.executable, "-c", KEEP], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"made\n"
+    assert len(namespaces(process.pid)) == 3
+    process.send_signal(number)
+    assert process.wait(30) != 0
+    process.stdout.close()
+    if number == signal.SIGKILL:
+        assert len(namespaces(process.pid)) == 3
+        with limited_links(2, 1e6):
+            pass
+    assert not namespaces(process.pid)
 
 
 @needs_root

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from boost.bench.layouts import bench_layouts
-from boost.bench.replay import LATENCY, Link, VirtualClock, check_replayed, replayed
+from boost.bench.replay import VirtualClock, check_replayed, replayed
+from boost.bench.serial_link import LATENCY, Link
 from boost.bench.variants import Variant
 from boost.parallel import collectives
 from boost.parallel.mesh import Group
@@ -20,9 +21,11 @@ from tests.bench.tiny import tiny_config
 RANKS = 4
 VARIANTS = [
     Variant("dense", "dense"),
+    Variant("dense SP", "dense", {"parallel.sequence_parallel": True, "parallel.overlap": "weight_grads"}),
     Variant("vanilla", "vanilla", {"parallel.group_linears": False}),
     Variant("sharded heads", "vanilla_sharded_heads"),
-    Variant("BTP", "btp"),
+    Variant("BTP int8", "btp", {"parallel.bridge_dtype": "int8"}),
+    Variant("BTP tokens", "btp", {"parallel.sequence_sharded_bottleneck": True, "train.recompute": "latent"}),
     Variant("BTP split", "btp", {"parallel.overlap": "split_batch"}),
     Variant("BTP latent", "btp", {"train.recompute": "latent", "parallel.overlap": "weight_grads"}),
 ]

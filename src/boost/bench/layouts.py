@@ -20,6 +20,7 @@ from boost.bench.link import FLOP_PER_BYTE, Cluster, LinkError, limited_links
 from boost.bench.variants import Variant, layout_variants
 from boost.config import TrainConfig
 from boost.errors import EnvironmentFailure, UserError
+from boost.parallel.mesh import choose_device
 
 
 def bench_layouts(
@@ -29,35 +30,39 @@ def bench_layouts(
 
     Args:
         link: `none` (loopback), `auto` (namespaces joined by links whose rate gives this machine's compute the balance
-            of A100s over NVLink), a rate in bytes per second, or `replay` (one rank alone, its collectives on a
-            modelled link of the rate of `auto`, for more ranks than cores).
+            of A100s over NVLink; GPUs have links of their own), a rate in bytes per second, or `replay` (one rank
+            alone, its collectives on a modelled link of the rate of `auto`, for more ranks than cores). Where
+            namespaces are not possible a token bucket slows the collectives down to the rate, and the result's `link`
+            says so.
         rounds: timed steps of each variant, in turns.
 
     Raises:
         UserError: an unknown link.
-        EnvironmentFailure: namespaces are not possible here, or a rank failed.
+        EnvironmentFailure: a rank failed.
     """
-    rate, replay = _rate(config, link), link == "replay"
+    rate = _rate(config, link)
     variants = list(variants if variants is not None else layout_variants())
-    with ExitStack() as stack:
-        cluster = None
-        if rate is not None and not replay:
-            try:
-                cluster = stack.enter_context(limited_links(config.parallel.tp, rate))
-            except LinkError as error:
-                raise EnvironmentFailure("--link", f"no rate-limited link: {error}", hint="use --link none") from error
-        rows = _replay(config, variants, rounds, rate) if replay else _run_ranks(config, variants, rounds, cluster)
+    described = [{"name": v.name, "layout": v.layout, "options": v.options} for v in variants]
+    job = {"config": config.model_dump(mode="json"), "variants": described, "rounds": rounds}
+    if link == "replay":
+        rows = _run_job("boost.bench.replay", job | {"bytes_per_second": rate}, [{}], None)
+        kind = "replay"
+    elif rate is None:
+        rows, kind = _run_ranks(config, job, None), "none"
+    else:
+        rows, kind = _run_limited(config, job, rate)
     return {
         "machine": _machine(),
         "config": config.model_dump(mode="json"),
-        "link": "replay" if replay else "none" if rate is None else "limited",
+        "link": kind,
         "link_bytes_per_second": rate,
         "rows": [_summary(row) for row in rows],
     }
 
 
 def _rate(config: TrainConfig, link: str) -> float | None:
-    if link == "none":
+    on_gpus = link != "replay" and choose_device(config.train.device).type == "cuda"
+    if link == "none" or (link == "auto" and on_gpus):
         return None
     if link in ("auto", "replay"):
         return _gemm_rate(config) / FLOP_PER_BYTE
@@ -68,6 +73,8 @@ def _rate(config: TrainConfig, link: str) -> float | None:
     if not 0 < rate < math.inf:
         expected = "a rate in bytes per second, auto, none or replay"
         raise UserError("--link", "is not allowed", expected=expected, got=link)
+    if on_gpus:
+        raise UserError("--link", "cannot slow the links of GPUs", expected="auto, none or replay", got=link)
     return rate
 
 
@@ -92,9 +99,19 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def _run_ranks(
-    config: TrainConfig, variants: Sequence[Variant], rounds: int, cluster: Cluster | None
-) -> list[dict[str, Any]]:
+def _run_limited(config: TrainConfig, job: dict[str, Any], rate: float) -> tuple[list[dict[str, Any]], str]:
+    """Over rate-limited links, or where they cannot be made over loopback with a token bucket; and which it was."""
+    with ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(limited_links(config.parallel.tp, rate))
+        except LinkError as error:
+            kind = f"token bucket, because {error}"
+            print(f"warning: --link: no network namespaces, the link is a {kind}", file=sys.stderr)
+            return _run_ranks(config, job | {"bucket_bytes_per_second": rate}, None), kind
+        return _run_ranks(config, job, cluster), "limited"
+
+
+def _run_ranks(config: TrainConfig, job: dict[str, Any], cluster: Cluster | None) -> list[dict[str, Any]]:
     world = config.parallel.tp
     common = {
         "WORLD_SIZE": str(world),
@@ -104,16 +121,7 @@ def _run_ranks(
     if cluster:
         common["GLOO_SOCKET_IFNAME"] = cluster.interface
     ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    return _run_job("boost.bench.worker", _job(config, variants, rounds), ranks, cluster)
-
-
-def _replay(config: TrainConfig, variants: Sequence[Variant], rounds: int, rate: float | None) -> list[dict[str, Any]]:
-    return _run_job("boost.bench.replay", _job(config, variants, rounds) | {"bytes_per_second": rate}, [{}], None)
-
-
-def _job(config: TrainConfig, variants: Sequence[Variant], rounds: int) -> dict[str, Any]:
-    described = [{"name": v.name, "layout": v.layout, "options": v.options} for v in variants]
-    return {"config": config.model_dump(mode="json"), "variants": described, "rounds": rounds}
+    return _run_job("boost.bench.worker", job, ranks, cluster)
 
 
 def _run_job(

@@ -13,46 +13,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from boost.bench.intercept import Work, intercepted
+from boost.bench.serial_link import Link, SerialLink
 from boost.bench.step import Step
 from boost.parallel import collectives
 from boost.parallel import mesh as meshes
 from boost.parallel.mesh import Mesh
-
-LATENCY = 20e-6
-
-
-@dataclass(frozen=True)
-class Link:
-    """How long a ring of ranks takes: a latency, and the bytes that each rank sends at a rate in each direction."""
-
-    bytes_per_second: float
-    latency: float = LATENCY
-
-    def seconds(self, name: str, size: int, ranks: int) -> float:
-        """Of one collective.
-
-        Args:
-            name: `all_reduce`; `all_gather`, `reduce_scatter` and `all_to_all` pass over the ring once, not twice.
-            size: bytes of the whole tensor, which an all-gather makes and the others take.
-        """
-        passes = 2 if name == "all_reduce" else 1
-        return self.latency + passes * (ranks - 1) / ranks * size / self.bytes_per_second
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> Any: ...
 
 
 class Transport(Protocol):
@@ -77,7 +52,8 @@ class VirtualClock:
 
     def start(self) -> None:
         """Back to zero, the link idle."""
-        self.now = self.waited = self._link_free = 0.0
+        self.now = self.waited = 0.0
+        self._serial = SerialLink(self.link)
         self._mark = self._cpu()
 
     def advance(self) -> float:
@@ -88,11 +64,10 @@ class VirtualClock:
         return self.now
 
     def begin(self, name: str, size: int, ranks: int, move: Callable[[], object]) -> Work:
-        began = max(self.advance(), self._link_free)
-        self._link_free = began + self.link.seconds(name, size, ranks)
+        end = self._serial.occupy(self.advance(), name, size, ranks)
         move()
         self._mark = self._cpu()
-        return _Event(self, self._link_free)
+        return _Event(self, end)
 
     def wait_until(self, end: float) -> None:
         """Waits for an event of the link."""
@@ -111,47 +86,9 @@ class _Event:
         self.clock.wait_until(self.end)
 
 
-@contextmanager
-def replayed(transport: Transport) -> Iterator[None]:
-    """Inside the block every collective of `boost.parallel` goes to the transport; torch.compile stops at each."""
-
-    def begin(name: str, whole: Tensor, group: Any, async_op: bool, move: Callable[[], object]) -> Work | None:
-        work = transport.begin(name, whole.nbytes, group.size(), move)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def all_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work | None:
-        return begin("all_reduce", tensor, group, async_op, lambda: None)
-
-    def all_to_all(output: Tensor, tensor: Tensor, *, group: Any = None, async_op: bool = False) -> Work | None:
-        return begin("all_to_all", tensor, group, async_op, lambda: output.copy_(tensor))
-
-    def all_gather(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Work | None:
-        shares = output.view(group.size(), -1)
-        return begin("all_gather", output, group, async_op, lambda: shares.copy_(tensor.view(1, -1)))
-
-    def reduce_scatter(
-        output: Tensor, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> Work | None:
-        share = tensor.view(group.size(), -1)[0].view_as(output)
-        return begin("reduce_scatter", tensor, group, async_op, lambda: output.copy_(share))
-
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (dist, "all_reduce", all_reduce),
-        (dist, "all_to_all_single", all_to_all),
-        (collectives, "_all_gather", all_gather),
-        (collectives, "_reduce_scatter", reduce_scatter),
-    ]
-    plain = [getattr(module, name) for module, name, _ in places]
-    for module, name, function in places:
-        setattr(module, name, torch.compiler.disable(function))
-    try:
-        yield
-    finally:
-        for (module, name, _), function in zip(places, plain, strict=True):
-            setattr(module, name, function)
+def replayed(transport: Transport) -> AbstractContextManager[None]:
+    """Inside the block every collective of `boost.parallel` goes to the transport."""
+    return intercepted(lambda call: transport.begin(call.name, call.size, call.ranks, call.imitate))
 
 
 def check_replayed(step: Step, transport: Transport) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boost.bench.intercept import Call, Work, intercepted
 from boost.bench.memory import track_storages
 from boost.config import TrainConfig
 from boost.model.decoder import Decoder
@@ -20,37 +20,48 @@ from boost.training.loop import build_model
 
 
 class Stopwatch:
-    """Seconds spent waiting in collectives, summed while `timing` is active."""
+    """Time spent waiting in collectives: that of this thread, or on a GPU that of its stream."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timing(self) -> AbstractContextManager[None]:
+        """Inside the block every blocking collective is timed, and every wait for one that was started."""
+        return intercepted(self._begin)
+
+    @property
+    def seconds(self) -> float:
+        """The sum so far; a GPU must have been synchronised."""
+        return self._seconds + sum(began.elapsed_time(ended) for began, ended in self._events) * 1e-3
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Times every blocking all-reduce and every wait for one that was started."""
-        plain = dist.all_reduce
-
-        def all_reduce(tensor: Tensor, *, group: Any = None, async_op: bool = False) -> Any:
-            began = time.perf_counter()
-            work = plain(tensor, group=group, async_op=async_op)
-            self.seconds += time.perf_counter() - began
-            return _Waited(work, self) if async_op else work
-
-        dist.all_reduce = all_reduce  # type: ignore[assignment]
-        try:
+    def span(self) -> Iterator[None]:
+        """Adds what the block takes."""
+        if self._cuda:
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
             yield
-        finally:
-            dist.all_reduce = plain
+            ended.record()
+            self._events.append((began, ended))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def _begin(self, call: Call) -> Work:
+        with self.span():
+            return _Timed(call.start(), self)
 
 
-class _Waited:
-    def __init__(self, work: Any, watch: Stopwatch) -> None:
+class _Timed:
+    def __init__(self, work: Work, watch: Stopwatch) -> None:
         self._work, self._watch = work, watch
 
     def wait(self) -> None:
-        began = time.perf_counter()
-        self._work.wait()
-        self._watch.seconds += time.perf_counter() - began
+        with self._watch.span():
+            self._work.wait()
 
 
 class Step:
@@ -86,7 +97,7 @@ class Step:
 
     def timed(self) -> tuple[float, float]:
         """Seconds of one step, and those of them spent waiting in collectives."""
-        watch = Stopwatch()
+        watch = Stopwatch(self.mesh.device)
         if self.mesh.world.size > 1:
             dist.barrier()
         began = time.perf_counter()
@@ -128,6 +139,7 @@ def per_block(config: TrainConfig, mesh: Mesh) -> dict[str, float]:
     for way, few, many in zip(("forward", "backward"), one.traffic(), two.traffic(), strict=True):
         out[f"{way}_collectives"] = len(many) - len(few)
         elements = sum(c.all_reduced_elements for c in many) - sum(c.all_reduced_elements for c in few)
-        out[f"{way}_elements"] = elements / one.tokens
+        size = sum(c.all_reduced_bytes for c in many) - sum(c.all_reduced_bytes for c in few)
+        out[f"{way}_elements"], out[f"{way}_bytes"] = elements / one.tokens, size / one.tokens
     out["saved_bytes_per_token"] = (two.kept_bytes() - one.kept_bytes()) / one.tokens
     return out

@@ -6,11 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from boost.bench.intercept import intercepted
+from boost.bench.serial_link import Link, TokenBucket
 from boost.bench.step import Step, per_block
 from boost.bench.variants import Variant
 from boost.config import TrainConfig
@@ -27,10 +30,17 @@ def main() -> None:
     device = meshes.choose_device(base.train.device)
     parallel = base.parallel
     mesh = meshes.start(1, 1, parallel.tp, device, parallel.timeout_seconds)
-    rows = measure(base, variants, mesh, job["rounds"])
+    rate = job.get("bucket_bytes_per_second")
+    timed = Step.timed if rate is None else partial(_slowed, TokenBucket(Link(rate)))
+    rows = measure(base, variants, mesh, job["rounds"], timed)
     if mesh.world.rank == 0:
         Path(job["out"]).write_text(json.dumps(rows))
     meshes.stop()
+
+
+def _slowed(bucket: TokenBucket, step: Step) -> tuple[float, float]:
+    with intercepted(bucket.begin):
+        return step.timed()
 
 
 def measure(
@@ -45,7 +55,15 @@ def measure(
     Args:
         timed: takes a step and returns its seconds and those of them spent waiting.
     """
-    rows = [_counted(variant, variant.config(base), mesh) for variant in variants]
+    known: dict[str, dict[str, float]] = {}
+
+    def costs(layout: str, options: dict[str, Any]) -> dict[str, float]:
+        key = json.dumps([layout, options], sort_keys=True)
+        if key not in known:
+            known[key] = per_block(Variant("", layout, options).config(base), mesh)
+        return known[key]
+
+    rows = [_counted(variant, costs) for variant in variants]
     steps = [Step(variant.config(base), mesh) for variant in variants]
     for row, step in zip(rows, steps, strict=True):
         row["peak_memory_bytes"] = step.peak_bytes()
@@ -61,18 +79,15 @@ def measure(
     return rows
 
 
-def _counted(variant: Variant, config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
+def _counted(variant: Variant, costs: Callable[[str, dict[str, Any]], dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": variant.name, "layout": variant.layout, "options": variant.options}
-    row |= per_block(config, mesh)
+    row |= costs(variant.layout, variant.options)
     row["recompute_collectives"] = 0
-    if config.train.recompute != "none":
+    if "train.recompute" in variant.options:
         kept = {name: value for name, value in variant.options.items() if name != "train.recompute"}
-        plain = per_block(Variant(variant.name, variant.layout, kept).config(config), mesh)
+        plain = costs(variant.layout, kept)
         row["recompute_collectives"] = row["backward_collectives"] - plain["backward_collectives"]
-        row["backward_collectives"], row["backward_elements"] = (
-            plain["backward_collectives"],
-            plain["backward_elements"],
-        )
+        row |= {name: value for name, value in plain.items() if name.startswith("backward_")}
     return row
 
 

@@ -353,6 +353,11 @@ class Collective:
         """In the unit of an all-reduce: a reduce-scatter, an all-gather or an all-to-all moves half of it."""
         return self.elements if self.name == "all_reduce" else self.elements / 2
 
+    @property
+    def all_reduced_bytes(self) -> float:
+        """In the same unit."""
+        return self.bytes if self.name == "all_reduce" else self.bytes / 2
+
 
 class _Counter(TorchDispatchMode):
     """Records every c10d call that passes through the dispatcher, whoever makes it."""
