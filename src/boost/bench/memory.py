@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 class StorageTracker(TorchDispatchMode):
     """Remembers every storage that operations allocate while it is active, without keeping it alive."""
 
-    def __init__(self, *, sample: bool = False) -> None:
+    def __init__(self, *, sample: bool = False, excluding: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self._left_out = {tensor.untyped_storage()._cdata for tensor in excluding}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sample = sample
         self.peak = 0
@@ -28,7 +29,8 @@ class StorageTracker(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)
+                if storage._cdata not in self._left_out:
+                    self._storages[storage._cdata] = weakref.ref(storage)
         if self._sample:
             alive = {key: ref for key, ref in self._storages.items() if ref() is not None}
             self._storages = alive
@@ -53,11 +55,12 @@ class StorageTracker(TorchDispatchMode):
 
 
 @contextmanager
-def track_storages(*, sample: bool = False) -> Iterator[StorageTracker]:
+def track_storages(*, sample: bool = False, excluding: Iterable[torch.Tensor] = ()) -> Iterator[StorageTracker]:
     """Yields a tracker that is active inside the block and can be asked afterwards.
 
     Args:
         sample: after every operation, look how much is alive and remember the `peak`; slow.
+        excluding: tensors that exist already; a view of one, as recomputation makes of parameters, would count it.
     """
-    with StorageTracker(sample=sample) as tracker:
+    with StorageTracker(sample=sample, excluding=excluding) as tracker:
         yield tracker

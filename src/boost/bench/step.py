@@ -127,7 +127,7 @@ class Step:
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
             self.run()
             return torch.cuda.max_memory_allocated(self.mesh.device)
-        with track_storages(sample=True) as tracker:
+        with track_storages(sample=True, excluding=self.model.parameters()) as tracker:
             self.run()
         return tracker.peak + sum(p.numel() * p.element_size() for p in self.model.parameters())
 
