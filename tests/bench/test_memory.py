@@ -30,12 +30,9 @@ def test_views_of_what_existed_do_not_count() -> None:
 
 @pytest.mark.parametrize("layout", ["dense", "BTP"])
 def test_recomputation_does_not_count_parameters_twice(layout: str) -> None:
-    """Saved parameters come back as views there. With few tokens a step's peak is mostly parameters and gradients."""
+    """Saved parameters come back as views there. So many layers have more parameters than activations."""
     peaks = []
     for name in (layout, f"{layout}, recompute blocks"):
         (variant,) = chosen(layout_variants(), [name])
-        step = Step(variant.config(tiny_config(tp=1)), Mesh(), layers=4)
-        peaks.append(step.peak_bytes())
-        held = sum(p.nbytes for p in step.model.parameters())
-        assert 2 * held < peaks[-1] < 2.9 * held
+        peaks.append(Step(variant.config(tiny_config(tp=1)), Mesh(), layers=16).peak_bytes())
     assert peaks[1] < 1.01 * peaks[0]
