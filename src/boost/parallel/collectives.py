@@ -367,6 +367,8 @@ class _Counter(TorchDispatchMode):
         self.seen: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, Tensor) and t.__name__ == "DTensor" for t in types):
+            return NotImplemented  # it comes again as operations on its local tensor
         name = func.name()
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._record(name.split("::")[1].split(".")[0], args)
