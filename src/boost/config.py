@@ -180,7 +180,10 @@ class ParallelSection(_Section):
     pp: Size = Field(default=1, description="pipeline stages")
     dp: Size = Field(default=1, description="data-parallel ranks")
     zero: int = Field(
-        default=0, ge=0, le=3, description="ZeRO stage: what data-parallel ranks share instead of repeat (no effect at dp 1)"
+        default=0,
+        ge=0,
+        le=3,
+        description="ZeRO stage: what data-parallel ranks share instead of repeat (no effect at dp 1)",
     )
     tensor_layout: Literal["btp", "vanilla", "vanilla_sharded_heads"] = Field(
         default="btp", description="how low-rank linears are split over tp; for dense (always Megatron) leave it out"

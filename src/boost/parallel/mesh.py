@@ -108,7 +108,7 @@ def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
     def along(dimension: int, grid: torch.Tensor = ranks_pdt) -> Group:
         mine = Group()
         # Every rank takes part in making every group, in the same order.
-        for ranks in grid.movedim(dimension, -1).flatten(0, 1).tolist():
+        for ranks in grid.movedim(dimension, -1).flatten(0, -2).tolist():
             if len(ranks) == 1:
                 continue
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
