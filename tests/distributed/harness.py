@@ -18,7 +18,7 @@ import torch.distributed as dist
 from boost.parallel.mesh import Group, Mesh, build
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "boost.model.decoder"])
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "boost.training.loop"])
 
 
 def run_ranks(

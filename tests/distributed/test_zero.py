@@ -12,6 +12,7 @@ from torch import Tensor
 
 from boost.bench.memory import track_storages
 from boost.config import ModelSection, OptimizerSection, ParallelSection, TrainConfig
+from boost.inference.generate import generate
 from boost.model.decoder import Decoder
 from boost.parallel import mesh as meshes
 from boost.parallel.collectives import Collective, count_collectives
@@ -178,12 +179,33 @@ def test_zero_equals_single_process(ranks: str) -> None:
             assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
 
 
+def infer(mesh: Mesh, zero: int) -> None:
+    """Generation and a forward pass without gradients agree with one process, and leave the weights shared."""
+    case = dict(zip(AXES, ("dp2 tp2", zero, "btp", "none", "none", 1, True), strict=True))
+    settings = config(case)
+    grid = meshes.build(1, 2, 2, torch.device("cpu"), 60, settings.parallel.shards)
+    single, model = build(section(case)), build_model(settings, grid)
+    weights = perturbed(tensors(single))
+    load(single, weights)
+    load(model, weights)
+    assert list(generate(model, [1, 2, 3], 6)) == list(generate(single, [1, 2, 3], 6))
+    assert worst(tensors(model, shards=grid.shards), weights)[0] == 0
+    ids, labels = batches(model.model)[0]
+    with torch.no_grad():
+        assert distance(model.loss(ids, labels), single.loss(ids, labels)) < TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sharded_models_generate(zero: int) -> None:
+    run_ranks(4, infer, zero)
+
+
 # --- What a stage promises: traffic and memory ---
 
-LAYERS, WIDTH = 8, 128
+LAYERS, WIDTH = 3, 128
 
 
-def larger(dp: int, zero: int, replicate: int, layers: int = LAYERS) -> TrainConfig:
+def larger(dp: int, zero: int, replicate: int, layers: int) -> TrainConfig:
     """A bf16 model whose weights are many and whose few tokens make few activations."""
     model = {"hidden_size": WIDTH, "ffn_size": 2 * WIDTH, "layers": layers, "heads": 4, "rank": 32, "vocab_size": 16}
     train = {"global_batch_size": dp, "sequence_length": 2, "precision": "bf16", "recompute": "block"}
@@ -206,33 +228,30 @@ class Training:
             begin_micro_batch(self.model, self.zero, last=last)
         (self.model.loss(self.ids, self.ids) / 2).backward()
 
-    def step(self) -> None:
-        if not self.zero:
-            sum_gradients(self.model.parameters(), self.mesh.dp)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the whole model."""
+        return sum(p.numel() for p in self.model.parameters())
 
 
-def traffic(mesh: Mesh, zero: int, replicate: int) -> tuple[int, list[list[Collective]]]:
-    """The number of parameters, and the collectives of each of three micro-batches of the second step."""
-    training = Training(larger(4, zero, replicate))
-    for step in range(2):
+def traffic(mesh: Mesh) -> list[tuple[int, int, int, list[list[Collective]]]]:
+    """Stage, replicas, number of parameters, and the collectives of each of three micro-batches."""
+    out = []
+    for zero, replicate in itertools.product([1, 2, 3], [1, 2]):
+        training = Training(larger(4, zero, replicate, LAYERS))
         seen = []
         for micro in range(3):
             with count_collectives() as collectives:
                 training.micro_batch(last=micro == 2)
             seen.append(list(collectives))
-        if step == 0:
-            training.step()
-    return sum(p.numel() for p in training.model.parameters()), seen
+        out.append((zero, replicate, training.parameters, seen))
+    return out
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_accumulation_communicates_no_more_than_the_stage_needs(zero: int, replicate: int) -> None:
+def test_accumulation_communicates_no_more_than_the_stage_needs() -> None:
     """Stages 1 and 2 gather weights once per step, in bf16; gradients are reduced in fp32, in stage 1 once."""
     units = LAYERS + 1
-    for parameters, micro_batches in run_ranks(4, traffic, zero, replicate):
+    for zero, replicate, parameters, micro_batches in itertools.chain(*run_ranks(4, traffic)):
         for number, seen in enumerate(micro_batches):
             last = number == 2
             expected = {
@@ -244,44 +263,42 @@ def test_accumulation_communicates_no_more_than_the_stage_needs(zero: int, repli
             assert {c.name for c in seen} == {name for name, (calls, _) in expected.items() if calls}
             for name, (calls, size) in expected.items():
                 mine = [c for c in seen if c.name == name]
-                assert len(mine) == calls, (name, number)
+                assert len(mine) == calls, (zero, replicate, name, number)
                 if calls == units:
                     assert sum(c.bytes for c in mine) == size * parameters
 
 
-def held_between_micro_batches(mesh: Mesh, zero: int) -> float:
-    """Live bytes per parameter after the first of two micro-batches, in the second step."""
-    with track_storages() as tracker:
-        training = Training(larger(4, zero, 1))
-        for last in (False, True):
-            training.micro_batch(last=last)
-        training.step()
-        training.micro_batch(last=False)
-        return tracker.live_bytes() / sum(p.numel() for p in training.model.parameters())
+def held_between_micro_batches(mesh: Mesh) -> list[float]:
+    """For each stage the live bytes per parameter after a micro-batch that is not the last."""
+    out = []
+    for zero in range(4):
+        with track_storages() as tracker:
+            training = Training(larger(4, zero, 1, LAYERS))
+            training.micro_batch(last=False)
+            out.append(tracker.live_bytes() / training.parameters)
+        del training
+    return out
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_memory_of_each_stage(zero: int) -> None:
+def test_memory_of_each_stage() -> None:
     """What a rank holds while it accumulates gradients: between two micro-batches, so without activations.
 
     fp32 masters and two moments (12 bytes), fp32 gradients (4), and, gathered, bf16 weights (2). Without ZeRO no bf16
     copy is kept: it is made where it is used.
     """
-    promised = {0: 16, 1: 6 + 12 / 4, 2: 2 + 16 / 4, 3: 16 / 4}[zero]
-    for found in run_ranks(4, held_between_micro_batches, zero):
-        assert found == pytest.approx(promised, rel=0.01)
+    for found in run_ranks(4, held_between_micro_batches):
+        assert found == pytest.approx([16, 6 + 12 / 4, 2 + 16 / 4, 16 / 4], rel=0.01)
 
 
 def peak_of_a_step(mesh: Mesh) -> tuple[float, float]:
-    """The most live bytes in the second step under stage 3, and what is promised."""
+    """The most live bytes in a step under stage 3, and what is promised."""
     with track_storages() as tracker:
-        training = Training(larger(2, 3, 1, layers=20))
-        for sampled in (False, True):
-            tracker.sample = sampled
-            training.micro_batch(last=True)
-            training.step()
+        training = Training(larger(2, 3, 1, 20))
+        tracker.sample = True
+        training.micro_batch(last=True)
+        training.optimizer.step()
     block = sum(p.numel() for p in training.model.blocks[0].parameters())
-    return tracker.peak, 16 / 2 * sum(p.numel() for p in training.model.parameters()) + 2 * block
+    return tracker.peak, 16 / 2 * training.parameters + 2 * block
 
 
 def test_peak_of_stage_3() -> None:
@@ -293,8 +310,8 @@ def test_peak_of_stage_3() -> None:
         assert 0.99 < found / promised < 1.1
 
 
-def bf16_error(mesh: Mesh, zero: int) -> float:
-    """How far bf16 gradients of two micro-batches, summed over dp 2, are from fp64 ones."""
+def bf16_errors(mesh: Mesh) -> list[float]:
+    """For each stage, how far bf16 gradients of two micro-batches, summed over dp 2, are from fp64 ones."""
 
     def gradients(precision: str, stage: int) -> Tensor:
         settings = config(
@@ -304,9 +321,8 @@ def bf16_error(mesh: Mesh, zero: int) -> float:
         model = build_model(settings, grid)
         assert {p.dtype for p in model.parameters()} == {torch.float64 if precision == "fp64" else torch.float32}
         ids, labels = batches(model.model)[0]
-        for half, last in zip(
-            torch.arange(grid.dp.rank * 8, grid.dp.rank * 8 + 8).chunk(2), (False, True), strict=True
-        ):
+        mine = torch.arange(grid.dp.rank * 8, grid.dp.rank * 8 + 8)
+        for half, last in zip(mine.chunk(2), (False, True), strict=True):
             if stage:
                 begin_micro_batch(model, stage, last=last)
             (model.loss(ids[half], labels[half]) / (labels != -100).sum()).backward()
@@ -315,12 +331,12 @@ def bf16_error(mesh: Mesh, zero: int) -> float:
         found = tensors(model, gradients=True, shards=grid.shards)
         return torch.cat([found[name].flatten() for name in sorted(found)])
 
-    return distance(gradients("bf16", zero), gradients("fp64", 0))
+    exact = gradients("fp64", 0)
+    return [distance(gradients("bf16", stage), exact) for stage in range(4)]
 
 
 def test_bf16_gradients_are_as_good_as_without_zero() -> None:
     """Weights are rounded to bf16 once, gradients summed in fp32, whatever the stage."""
-    plain, *sharded = (run_ranks(4, bf16_error, zero)[0] for zero in range(4))
-    assert 1e-4 < plain < 0.02
-    for error in sharded:
-        assert error < 1.2 * plain
+    for plain, *sharded in run_ranks(4, bf16_errors):
+        assert 1e-4 < plain < 0.02
+        assert max(sharded) < 1.2 * plain
