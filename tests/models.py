@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.decoder import Decoder
 from boost.parallel.mesh import Group
 from boost.parallel.sharding import described, initialize
-from tests.distributed.harness import gather_whole
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -45,16 +45,26 @@ def build(
     return decoder
 
 
-def tensors(decoder: Decoder, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Whole canonical parameters, or their gradients, on every rank."""
-    whole = {}
+def tensors(decoder: Decoder, *, gradients: bool = False, shards: Group | None = None) -> dict[str, Tensor]:
+    """Whole canonical parameters, or their gradients, on every rank; a rank's own share is its own."""
+    mine: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
     for parameter, parts in described(decoder):
         held = parameter.grad if gradients else parameter
         assert held is not None, parts
         for part in parts:
-            share = part.view(held, decoder.tp)
-            size = part.shape[part.split] if part.split is not None else 0
-            whole[part.name] = gather_whole(share, part.split, size, decoder.tp)
+            share = part.view(held.detach(), decoder.tp).clone()
+            mine.append((part.name, part.shape, part.offsets(held, decoder.tp), share))
+    pieces = mine
+    for group in (shards or Group(), decoder.tp):
+        if group.size > 1:
+            gathered: list[Any] = [None] * group.size
+            dist.all_gather_object(gathered, pieces, group=group.process_group)
+            pieces = [piece for others in gathered for piece in others]
+    whole: dict[str, Tensor] = {}
+    for name, shape, offsets, share in pieces + mine:
+        tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=share.dtype))
+        tensor[tuple(slice(o, o + n) for o, n in zip(offsets, share.shape, strict=True))] = share
+    assert not any(tensor.isnan().any() for tensor in whole.values()), "shares leave gaps"
     return whole
 
 

@@ -155,6 +155,17 @@ def test_interrupted_and_resumed_runs_are_bit_identical(config_file: Path, tmp_p
     assert hashes[0] == hashes[1]
 
 
+def test_zero_trains_and_resumes(config_file: Path, tmp_path: Path) -> None:
+    """Two data-parallel ranks that share everything, and the same two sharing nothing from there on."""
+    common = ["parallel.tp=1", "parallel.dp=2", "train.validate_every=2"]
+    first = boost("train", str(config_file), *common, "parallel.zero=3", "train.steps=4")
+    assert first.returncode == 0, first.stderr
+    second = boost("train", str(config_file), *common, "parallel.zero=0", "train.steps=6")
+    assert second.returncode == 0, second.stderr
+    assert "resuming with parallel.zero = 0 (was 3)" in second.stdout
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_signal_to_one_rank_preempts_all(config_file: Path, tmp_path: Path, start: Any) -> None:
     """With plots and TensorBoard, which keep rank 0 longer than the others."""
     process = start("train", str(config_file), "logging.plots=true", "logging.tensorboard=true")

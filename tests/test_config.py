@@ -336,8 +336,6 @@ def test_exact_steps_are_for_loro_only() -> None:
         ("optimizer.name", "loro"),
         ("schedule.name", "jagged_cosine"),
         ("parallel.pp", 2),
-        ("parallel.zero", 1),
-        ("parallel.dp_replicate", 2),
         ("checkpoint.asynchronous", True),
         ("logging.wandb", True),
         ("logging.trackio", True),
@@ -398,6 +396,20 @@ def test_other_bridges_need_low_rank_linears(option: dict[str, Any]) -> None:
 )
 def test_options_of_one_baseline(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     assert f"parallel.{next(iter(parallel))}" in refusal(model=model, parallel=parallel)
+
+
+def test_replicas_of_what_zero_shards() -> None:
+    """They need something sharded, and equal groups."""
+    assert "parallel.dp_replicate: says how often what ZeRO shards" in refusal(parallel={"dp": 4, "dp_replicate": 2})
+    problem = refusal(parallel={"dp": 4, "zero": 1, "dp_replicate": 3})
+    assert "parallel.dp_replicate" in problem
+    assert "a divisor of parallel.dp = 4, got 3); nearest: 2 or 4" in problem
+
+
+def test_split_batch_keeps_weights_gathered() -> None:
+    problem = refusal(parallel={"dp": 2, "tp": 2, "zero": 3, "overlap": "split_batch"})
+    assert "parallel.zero" in problem
+    assert "(expected 0, 1 or 2, got 3)" in problem
 
 
 # Files

@@ -179,7 +179,12 @@ class ParallelSection(_Section):
     tp: Size = Field(default=1, description="tensor-parallel ranks")
     pp: Size = Field(default=1, description="pipeline stages")
     dp: Size = Field(default=1, description="data-parallel ranks")
-    zero: int = Field(default=0, ge=0, le=3, description="ZeRO stage: what data-parallel ranks share instead of repeat")
+    zero: int = Field(
+        default=0,
+        ge=0,
+        le=3,
+        description="ZeRO stage: what data-parallel ranks share instead of repeat (no effect at dp 1)",
+    )
     tensor_layout: Literal["btp", "vanilla", "vanilla_sharded_heads"] = Field(
         default="btp", description="how low-rank linears are split over tp; for dense (always Megatron) leave it out"
     )
@@ -212,6 +217,11 @@ class ParallelSection(_Section):
     timeout_seconds: Size = Field(
         default=600, description="seconds until a collective that some rank does not reach fails"
     )
+
+    @property
+    def shards(self) -> int:
+        """Over how many dp ranks ZeRO divides."""
+        return self.dp // self.dp_replicate if self.zero else 1
 
 
 class CheckpointSection(_Section):
@@ -301,6 +311,7 @@ class TrainConfig(_Section):
             *_tensor_parallel_rules(self),
             *_baseline_rules(self),
             *_bridge_rules(self),
+            *_zero_rules(self),
             *_training_rules(self),
             *_availability_rules(self),
         ]
@@ -433,6 +444,33 @@ def _bridge_rules(config: TrainConfig) -> Iterator[Violation]:
         )
 
 
+def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
+    parallel = config.parallel
+    if parallel.dp_replicate > 1 and parallel.zero == 0:
+        yield Violation(
+            ("parallel.dp_replicate", "parallel.zero"),
+            "says how often what ZeRO shards is repeated, and parallel.zero = 0 shards nothing",
+            expected="1",
+            got=parallel.dp_replicate,
+            hint="set parallel.zero to 1, 2 or 3",
+        )
+    elif parallel.dp % parallel.dp_replicate:
+        yield Violation(
+            ("parallel.dp_replicate", "parallel.dp"),
+            "does not divide the data-parallel ranks into equal groups",
+            expected=f"a divisor of parallel.dp = {parallel.dp}",
+            got=parallel.dp_replicate,
+            hint=f"nearest: {_near_divisors(parallel.dp, parallel.dp_replicate)}",
+        )
+    if parallel.zero == 3 and parallel.overlap == "split_batch":
+        yield Violation(
+            ("parallel.zero", "parallel.overlap"),
+            "split_batch runs two halves through all blocks at once, so their weights could not be freed in between",
+            expected="0, 1 or 2",
+            got=3,
+        )
+
+
 def _training_rules(config: TrainConfig) -> Iterator[Violation]:
     train, dp = config.train, config.parallel.dp
     unit, unit_text = dp, f"parallel.dp = {dp}"
@@ -511,8 +549,6 @@ NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "linear", "constant"),
     "parallel.pp": (1,),
-    "parallel.zero": (0,),
-    "parallel.dp_replicate": (1,),
     "checkpoint.asynchronous": (False,),
     "logging.wandb": (False,),
     "logging.trackio": (False,),

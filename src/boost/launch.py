@@ -92,7 +92,12 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         with StopRequest() as stop:
             device = meshes.choose_device(config.train.device)
             mesh = meshes.start(
-                config.parallel.pp, config.parallel.dp, config.parallel.tp, device, config.parallel.timeout_seconds
+                config.parallel.pp,
+                config.parallel.dp,
+                config.parallel.tp,
+                device,
+                config.parallel.timeout_seconds,
+                config.parallel.shards,
             )
             run_loop(config, mesh, run, stop)
             if rank == 0:

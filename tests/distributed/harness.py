@@ -18,14 +18,21 @@ import torch.distributed as dist
 from boost.parallel.mesh import Group, Mesh, build
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "boost.model.decoder"])
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "boost.training.loop"])
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, layout: tuple[int, int, int] | None = None) -> list:
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    layout: tuple[int, int, int] | None = None,
+    shards: int = 1,
+) -> list:
     """function(mesh, *args) on `world` processes; returns what each returned, in rank order.
 
     Args:
         layout: (pp, dp, tp); default all ranks on tp.
+        shards: how many dp ranks ZeRO divides over.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.
@@ -36,7 +43,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, layout: tupl
         store = f"file://{Path(directory) / 'store'}"
         processes = [
             _context.Process(
-                target=_rank, args=(rank, world, (pp, dp, tp), store, results, function, args), daemon=True
+                target=_rank, args=(rank, world, (pp, dp, tp), shards, store, results, function, args), daemon=True
             )
             for rank in range(world)
         ]
@@ -68,6 +75,7 @@ def _rank(
     rank: int,
     world: int,
     layout: tuple[int, int, int],
+    shards: int,
     store: str,
     results: Any,
     function: Callable[..., Any],
@@ -77,7 +85,7 @@ def _rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-        mesh = build(*layout, torch.device("cpu"), timeout_seconds=60)
+        mesh = build(*layout, torch.device("cpu"), timeout_seconds=60, shards=shards)
         value = function(mesh, *args)
         # Bytes, because torch would send a tensor as a handle to memory that ends with this process.
         results.put((rank, True, pickle.dumps(value)))

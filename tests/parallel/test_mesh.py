@@ -16,7 +16,7 @@ from tests.distributed.harness import run_ranks
 
 def _members(mesh: Mesh) -> dict[str, list[int]]:
     members = {}
-    for name in ("pp", "dp", "tp"):
+    for name in ("pp", "dp", "tp", "shards", "replicas"):
         group = getattr(mesh, name)
         members[name] = dist.get_process_group_ranks(group.process_group) if group.process_group else []
         assert group.rank == (members[name].index(mesh.world.rank) if members[name] else 0)
@@ -29,6 +29,16 @@ def test_tp_ranks_are_neighbours() -> None:
     assert [s["tp"] for s in seen] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [s["dp"] for s in seen] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [s["pp"] for s in seen] == [[]] * 4
+
+
+def test_shards_are_neighbours_among_dp_ranks() -> None:
+    seen = run_ranks(8, _members, layout=(1, 4, 2), shards=2)
+    assert [s["shards"] for s in seen] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert [s["replicas"] for s in seen] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+    for shards, members in ((1, "replicas"), (4, "shards")):
+        (other,) = {"replicas", "shards"} - {members}
+        for s in run_ranks(4, _members, layout=(1, 4, 1), shards=shards):
+            assert (s[members], s[other]) == ([0, 1, 2, 3], [])
 
 
 def _hang(mesh: Mesh) -> tuple[float, str]:

@@ -24,7 +24,7 @@ def run(config: TrainConfig) -> list[dict[str, Any]]:
     if world == 1:
         _train(Mesh(), config)
     else:
-        run_ranks(world, _train, config, layout=(1, parallel.dp, parallel.tp))
+        run_ranks(world, _train, config, layout=(1, parallel.dp, parallel.tp), shards=parallel.shards)
     return metrics(config)
 
 

@@ -35,6 +35,8 @@ def in_directory(settings: Settings, tmp_path: Path, name: str, **changes: Any) 
         {"parallel__tp": 4, "parallel__group_linears": False},
         {"parallel__dp": 2},
         {"parallel__dp": 2, "parallel__tp": 2},
+        {"parallel__dp": 2, "parallel__zero": 1, "train__micro_batch_size": 1},
+        {"parallel__dp": 2, "parallel__tp": 2, "parallel__zero": 3, "train__micro_batch_size": 1},
         {"train__micro_batch_size": 1},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__tp": 2, "parallel__overlap": "weight_grads", "train__recompute": "latent"},
@@ -73,7 +75,9 @@ def test_every_layout_follows_one_trajectory(settings: Settings, tmp_path: Path,
                 assert record[name] == pytest.approx(reference[name], rel=1e-9), name
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2}, {"parallel__dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"parallel__tp": 2}, {"parallel__dp": 2}, {"parallel__dp": 2, "parallel__zero": 2}], ids=str
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_is_bit_identical(settings: Settings, tmp_path: Path, layout: dict[str, Any], precision: str) -> None:
     """4 + 4 + 4 steps over three starts equal 12 in one, dropout included."""
@@ -100,13 +104,18 @@ def test_resume_is_bit_identical(settings: Settings, tmp_path: Path, layout: dic
 
 
 def test_state_survives_a_change_of_layout(settings: Settings, tmp_path: Path) -> None:
-    """Saved at tp 2, loaded and saved again at tp 4, dp 2 and tp 1 ungrouped: the same hash each time."""
-    config = in_directory(settings, tmp_path, "run", parallel__tp=2)
+    """Saved at (dp 2, tp 2) with ZeRO 3, loaded and saved again in other layouts: the same hash each time.
+
+    Sizes do not divide: rows are shared out unevenly, of rank 6 over 4 and of d_ff 43 there is padding.
+    """
+    settings["model"] |= {"ffn_size": 43, "tie_embeddings": True, "attention_bias": True}
+    config = in_directory(settings, tmp_path, "run", parallel__tp=2, parallel__dp=2, parallel__zero=3)
     run(config)
     before = state_hash(config)
     layouts: list[dict[str, Any]] = [
         {"parallel__tp": 4},
-        {"parallel__dp": 2},
+        {"parallel__dp": 4, "parallel__zero": 1},
+        {"parallel__dp": 4, "parallel__zero": 2, "parallel__dp_replicate": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__group_linears": False},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
     ]
@@ -123,6 +132,23 @@ def test_state_survives_a_change_of_layout(settings: Settings, tmp_path: Path) -
         assert state_hash(longer, 7) != before, "the moments move"
 
 
+def test_a_run_goes_on_in_other_layouts(settings: Settings, tmp_path: Path) -> None:
+    """2 + 2 + 2 steps at (dp 2, tp 2) with ZeRO 3, dp 4 with ZeRO 1 and tp 4 follow the uninterrupted run."""
+    settings["schedule"]["name"] = "constant"  # a cosine would know where the parts end
+    layouts: list[dict[str, Any]] = [
+        {"parallel__dp": 2, "parallel__tp": 2, "parallel__zero": 3},
+        {"parallel__dp": 4, "parallel__zero": 1},
+        {"parallel__tp": 4},
+    ]
+    whole = run(in_directory(settings, tmp_path, "whole"))
+    for number, layout in enumerate(layouts, 1):
+        parts = run(in_directory(settings, tmp_path, "parts", train__steps=2 * number, **layout))
+    assert [record["batch_hash"] for record in parts] == [record["batch_hash"] for record in whole]
+    for record, reference in zip(parts, whole, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert record[name] == pytest.approx(reference[name], rel=1e-9)
+
+
 def test_initial_state_does_not_depend_on_the_layout(settings: Settings, tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [
         {},
@@ -132,6 +158,7 @@ def test_initial_state_does_not_depend_on_the_layout(settings: Settings, tmp_pat
         {"parallel__tp": 2, "parallel__group_linears": False},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla_sharded_heads"},
+        {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3, "parallel__tensor_layout": "vanilla"},
     ]
     hashes = []
     for number, changes in enumerate(layouts):

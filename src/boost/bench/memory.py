@@ -1,4 +1,4 @@
-"""Bytes that a forward pass keeps for its backward, counted over live storages."""
+"""Bytes in memory, counted over live storages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from boost.parallel.collectives import wraps_local_tensors
+
 
 class StorageTracker(TorchDispatchMode):
     """Remembers every storage that operations allocate while it is active, without keeping it alive."""
@@ -21,17 +23,19 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self._left_out = {tensor.untyped_storage()._cdata for tensor in excluding}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._sample = sample
+        self.sample = sample
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps_local_tensors(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._left_out:
+                if storage.device.type != "meta" and storage._cdata not in self._left_out:
                     self._storages[storage._cdata] = weakref.ref(storage)
-        if self._sample:
+        if self.sample:
             alive = {key: ref for key, ref in self._storages.items() if ref() is not None}
             self._storages = alive
             self.peak = max(self.peak, sum(s.nbytes() for s in (ref() for ref in alive.values()) if s is not None))
@@ -59,7 +63,8 @@ def track_storages(*, sample: bool = False, excluding: Iterable[torch.Tensor] = 
     """Yields a tracker that is active inside the block and can be asked afterwards.
 
     Args:
-        sample: after every operation, look how much is alive and remember the `peak`; slow.
+        sample: after every operation, look how much is alive and remember the `peak`; slow. The tracker's attribute
+            of that name turns it on and off.
         excluding: tensors that exist already; a view of one, as recomputation makes of parameters, would count it.
     """
     with StorageTracker(sample=sample, excluding=excluding) as tracker:

@@ -15,6 +15,7 @@ from boost.errors import UserError
 from boost.model.decoder import Decoder
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Group
+from boost.parallel.zero import release
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def evaluate(
         inputs, labels = (torch.from_numpy(np.stack(side)).to(device) for side in zip(*windows, strict=True))
         totals[0] += model.loss(inputs, labels)
         totals[1] += (labels != IGNORE).sum()
+    release(model)
     model.train(training)
     nats, tokens = all_reduce(totals, dp).tolist()
     return Evaluation(nats / tokens, nats / math.log(2) / split.bytes, int(tokens))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from boost.model.context import KeyValueCache
 from boost.model.decoder import Decoder
+from boost.parallel.zero import release
 
 
 @torch.no_grad()
@@ -39,14 +40,17 @@ def generate(
     cache = KeyValueCache() if use_cache else None
     ids = list(prompt_ids)
     fresh = ids
-    for _ in range(max_tokens):
-        logits = model(torch.tensor([fresh], device=device), cache=cache)[0, -1]
-        token = pick(logits.float().cpu(), temperature, top_k, top_p, generator)
-        if token == stop_id:
-            return
-        yield token
-        ids.append(token)
-        fresh = [token] if use_cache else ids
+    try:
+        for _ in range(max_tokens):
+            logits = model(torch.tensor([fresh], device=device), cache=cache)[0, -1]
+            token = pick(logits.float().cpu(), temperature, top_k, top_p, generator)
+            if token == stop_id:
+                return
+            yield token
+            ids.append(token)
+            fresh = [token] if use_cache else ids
+    finally:
+        release(model)
 
 
 def pick(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:

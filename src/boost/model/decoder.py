@@ -31,6 +31,7 @@ from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.recompute import call, recompute_block
 from boost.parallel.residual import make_stream
+from boost.parallel.zero import gather
 
 
 class Decoder(nn.Module):
@@ -134,6 +135,7 @@ class Decoder(nn.Module):
             replace(context, batch=first, samples=context.samples[:first], interleaved=True),
             replace(context, batch=context.batch - first, samples=context.samples[first:], interleaved=True),
         ]
+        gather(self.blocks)
         blocks = cast(Sequence[BottleneckBlock], self.blocks)
         sizes = [half.batch * half.sequence for half in halves]
         return interleave(x_Td, sizes, list(block_stages(blocks, halves)), blocks[0].bridge)

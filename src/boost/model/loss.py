@@ -33,7 +33,8 @@ class _HeadLoss(torch.autograd.Function):
         wide = statistic_dtype(h_TD.dtype)
         total = torch.zeros((), dtype=wide, device=h_TD.device)
         grad_h = torch.empty_like(h_TD) if train else None
-        grad_w = torch.zeros_like(weight_vD) if train else None
+        # Summed over chunks in full precision, also where the weight is the bf16 copy that ZeRO gathered.
+        grad_w = torch.zeros_like(weight_vD, dtype=wide) if train else None
         logits_cv = h_TD.new_empty(min(chunk, len(h_TD)), vocabulary, dtype=wide)
         narrow_cv = logits_cv if wide == h_TD.dtype else torch.empty_like(logits_cv, dtype=h_TD.dtype)
         for begin in range(0, h_TD.shape[0], chunk):
@@ -63,8 +64,8 @@ class _HeadLoss(torch.autograd.Function):
                 narrow.copy_(logits)
             torch.mm(narrow, weight, out=grad_h[begin : begin + chunk])
             _add_product(grad_w, narrow, h)
-        if train:
-            ctx.save_for_backward(grad_h, grad_w)
+        if grad_w is not None:
+            ctx.save_for_backward(grad_h, grad_w.to(weight_vD.dtype))
         return total
 
     @staticmethod

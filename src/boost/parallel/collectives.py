@@ -359,6 +359,11 @@ class Collective:
         return self.bytes if self.name == "all_reduce" else self.bytes / 2
 
 
+def wraps_local_tensors(types: Any) -> bool:
+    """Whether a dispatched operation is on DTensors: it comes again as operations on their local tensors."""
+    return any(t.__name__ == "DTensor" for t in types)
+
+
 class _Counter(TorchDispatchMode):
     """Records every c10d call that passes through the dispatcher, whoever makes it."""
 
@@ -367,6 +372,8 @@ class _Counter(TorchDispatchMode):
         self.seen: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps_local_tensors(types):
+            return NotImplemented
         name = func.name()
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._record(name.split("::")[1].split(".")[0], args)

@@ -6,7 +6,7 @@ Every function that communicates takes the `Group` it acts on as an argument; th
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -32,12 +32,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's groups along every dimension, and the device it computes on."""
+    """This process's groups along every dimension, and the device it computes on.
+
+    The dp ranks are a grid of their own: `shards` share what ZeRO divides, `replicas` hold the same of it. Without
+    ZeRO all of dp are replicas.
+    """
 
     world: Group = field(default_factory=Group)
     pp: Group = field(default_factory=Group)
     dp: Group = field(default_factory=Group)
     tp: Group = field(default_factory=Group)
+    shards: Group = field(default_factory=Group)
+    replicas: Group = field(default_factory=Group)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -59,8 +65,11 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float) -> Mesh:
+def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1) -> Mesh:
     """Joins the process group that the environment describes (RANK, WORLD_SIZE, ...) and builds the mesh.
+
+    Args:
+        shards: how many neighbouring dp ranks share what ZeRO divides.
 
     Raises:
         UserError: the number of processes is not pp * dp * tp.
@@ -88,18 +97,18 @@ def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_seconds),
     )
-    return build(pp, dp, tp, device, timeout_seconds)
+    return build(pp, dp, tp, device, timeout_seconds, shards)
 
 
-def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float) -> Mesh:
+def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1) -> Mesh:
     """The mesh over an initialised default process group; every group gets the timeout, which is not inherited."""
-    grid = torch.arange(pp * dp * tp).view(pp, dp, tp)
+    ranks_pdt = torch.arange(pp * dp * tp).view(pp, dp, tp)
     rank = dist.get_rank()
 
-    def along(dimension: int) -> Group:
+    def along(dimension: int, grid: torch.Tensor = ranks_pdt) -> Group:
         mine = Group()
         # Every rank takes part in making every group, in the same order.
-        for ranks in grid.movedim(dimension, -1).flatten(0, 1).tolist():
+        for ranks in grid.movedim(dimension, -1).flatten(0, -2).tolist():
             if len(ranks) == 1:
                 continue
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds))
@@ -108,7 +117,13 @@ def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         return mine
 
     world = Group(rank, dist.get_world_size(), dist.group.WORLD)
-    return Mesh(world, along(0), along(1), along(2), device)
+    mesh = Mesh(world, along(0), along(1), along(2), device=device)
+    if shards == 1:
+        return replace(mesh, replicas=mesh.dp)
+    if shards == dp:
+        return replace(mesh, shards=mesh.dp)
+    divided = ranks_pdt.unflatten(1, (dp // shards, shards))
+    return replace(mesh, replicas=along(1, divided), shards=along(2, divided))
 
 
 def stop() -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from boost.parallel.mesh import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Part:
     Attributes:
         name: canonical name, for example `blocks.0.attention.q.down.weight`.
         shape: canonical global shape, without padding.
-        index: the region of the local parameter that holds this rank's share.
+        index: the region of the local parameter that holds this tp rank's share; its rows are a slice.
         split: the canonical dimension that is sharded over tp; None where every rank holds all of it.
         transposed: the region is the canonical share's transpose.
         init: how it starts.
@@ -51,26 +54,49 @@ class Part:
         """Matrices are decayed; norm gains and biases are not, unless asked for."""
         return len(self.shape) > 1
 
-    def offsets(self, parameter: Tensor, group: Group) -> tuple[int, ...]:
+    def offsets(self, parameter: Tensor, tp: Group) -> tuple[int, ...]:
         """Where this rank's share starts in the canonical tensor."""
-        if self.split is None:
-            return (0,) * len(self.shape)
-        length = self._region(parameter).shape[self.split]
-        start = min(group.rank * length, self.shape[self.split])
-        return tuple(start if dim == self.split else 0 for dim in range(len(self.shape)))
+        return self._share(parameter, tp)[1]
 
-    def view(self, parameter: Tensor, group: Group) -> Tensor:
-        """This rank's share in canonical orientation, without padding: a view into `parameter`."""
-        region = self._region(parameter)
-        if self.split is None:
-            return region
-        start = self.offsets(parameter, group)[self.split]
-        length = min(region.shape[self.split], self.shape[self.split] - start)
-        return region.narrow(self.split, 0, length)
+    def view(self, parameter: Tensor, tp: Group) -> Tensor:
+        """This rank's share in canonical orientation, without padding: a view into `parameter`.
 
-    def _region(self, parameter: Tensor) -> Tensor:
-        region = parameter[self.index] if self.index else parameter
-        return region.t() if self.transposed else region
+        Where ZeRO divides the parameter it is the rows of the share that this dp rank holds, perhaps none.
+        """
+        return self._share(parameter, tp)[0]
+
+    def _share(self, parameter: Tensor, tp: Group) -> tuple[Tensor, tuple[int, ...]]:
+        held, first = held_rows(parameter)
+        rows, *columns = self.index or (slice(None),)
+        assert isinstance(rows, slice), "a part is a range of rows, so that rows can be shared out"
+        begin, end, _ = rows.indices(len(parameter))
+        # The rows of the region that are held here.
+        low = min(max(begin, first), first + len(held))
+        high = max(min(end, first + len(held)), low)
+        share = held[(slice(low - first, high - first), *columns)]
+        if self.transposed:
+            share = share.t()
+        rows_dim = len(self.shape) - 1 if self.transposed else 0
+        offsets = [low - begin if dim == rows_dim else 0 for dim in range(len(self.shape))]
+        if self.split is not None:
+            offsets[self.split] += tp.rank * (end - begin if self.split == rows_dim else share.shape[self.split])
+        for dim, size in enumerate(self.shape):
+            # Padding lies past the canonical tensor's end.
+            offsets[dim] = min(offsets[dim], size)
+            share = share.narrow(dim, 0, min(share.shape[dim], size - offsets[dim]))
+        return share, tuple(offsets)
+
+
+def held_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """What of a parameter, or of a tensor of its shape, lies in this process: a plain tensor, and its first row.
+
+    All of it, unless ZeRO divides its rows over dp: then as `torch.chunk` does.
+    """
+    if not hasattr(tensor, "device_mesh"):  # not a DTensor; importing that class takes a second
+        return tensor, 0
+    held = cast("DTensor", tensor.detach())
+    mesh = held.device_mesh
+    return held.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * -(-len(held) // mesh.size(-1)), len(held))
 
 
 class Sharded(nn.Module):

@@ -7,24 +7,27 @@ from torch import Tensor, nn
 
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Group
-from boost.parallel.sharding import described
+from boost.parallel.sharding import described, held_rows
 
 
 @torch.no_grad()
-def gradient_norm(model: nn.Module, tp: Group) -> Tensor:
+def gradient_norm(model: nn.Module, tp: Group, shards: Group | None = None) -> Tensor:
     """The norm of the whole model's gradient, a scalar equal on every rank, in fp32 (fp64 for an fp64 model).
 
     Shards are summed over tp; a replicated parameter, whose gradient is complete on every rank, counts on the first
     rank only. Padding has exact zero gradients.
+
+    Args:
+        shards: the dp ranks that ZeRO divides gradients over.
     """
     norms = []
     for parameter, parts in described(model):
         if parameter.grad is None or (parts[0].split is None and tp.rank > 0):
             continue
-        norms.append(torch.linalg.vector_norm(parameter.grad))
+        norms.append(torch.linalg.vector_norm(held_rows(parameter.grad)[0]))
     if not norms:
         norms = [torch.zeros((), device=next(model.parameters()).device)]
-    return all_reduce(torch.stack(norms).square().sum(), tp).sqrt()
+    return all_reduce(all_reduce(torch.stack(norms).square().sum(), tp), shards or Group()).sqrt()
 
 
 @torch.no_grad()
@@ -32,5 +35,5 @@ def clip_gradients(model: nn.Module, norm: Tensor, limit: float | None) -> None:
     """Scales all gradients so that their global norm is at most `limit`; None leaves them."""
     if limit is None:
         return
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [held_rows(p.grad)[0] for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))

@@ -23,6 +23,7 @@ from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh
 from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.sharding import initialize
+from boost.parallel.zero import begin_micro_batch, shard
 from boost.training.batches import Batch, Batches
 from boost.training.clipping import clip_gradients, gradient_norm
 from boost.training.console import Progress, log_summary
@@ -99,7 +100,9 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
                 break
             began = time.perf_counter()
             lr = config.optimizer.lr * lr_multiplier(config.schedule, step, config.train.steps)
-            loss, norm = update(model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1)
+            loss, norm = update(
+                model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
+            )
             step += 1
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
@@ -153,7 +156,9 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
 def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
     """This rank's share of the model, initialised from the seed alone."""
     dtype = DTYPES[config.train.precision]
-    with mesh.device:
+    # Where ZeRO divides the parameters, only this rank's share is ever allocated.
+    sharded = mesh.shards.size > 1
+    with torch.device("meta") if sharded else mesh.device:
         model = Decoder(
             config.model,
             config.parallel,
@@ -164,6 +169,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
             compile=config.train.compile,
             queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" and mesh.tp.size > 1 else None,
         )
+    if sharded:
+        shard(model, model.blocks, mesh, config.parallel.zero, dtype=dtype, entries=["loss"], queue=model.queue)
     initialize(model, config.train.seed, mesh.tp)
     return model
 
@@ -218,6 +225,8 @@ def update(
     clip: float | None,
     mesh: Mesh,
     step: int,
+    *,
+    zero: int = 0,
 ) -> tuple[float, float]:
     """One optimiser step: the mean loss over the global batch and the gradient norm before clipping.
 
@@ -225,15 +234,19 @@ def update(
         NumericsError: one of them is not finite; the weights are untouched. All ranks see the same numbers.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    sharded = mesh.shards.size > 1
     for micro in batch.micro_batches:
+        if sharded:
+            begin_micro_batch(model, zero, last=micro is batch.micro_batches[-1])
         # Divided by the global count before backward, so that gradients are only ever summed.
         loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
         loss.backward()
         if model.queue is not None:
             model.queue.flush()
         total += loss.detach()
-    sum_gradients(model.parameters(), mesh.dp)
-    norm = gradient_norm(model, mesh.tp)
+    if not sharded:
+        sum_gradients(model.parameters(), mesh.dp)
+    norm = gradient_norm(model, mesh.tp, mesh.shards)
     loss_value, norm_value = all_reduce(total, mesh.dp).item(), norm.item()
     for name, value in (("loss", loss_value), ("grad_norm", norm_value)):
         if not math.isfinite(value):

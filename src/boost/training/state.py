@@ -47,7 +47,7 @@ def save_state(
 ) -> Path:
     """Writes `root/step-{step}` from all ranks."""
     # Data-parallel replicas are equal: the first writes.
-    slices = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True) if mesh.dp.rank == 0 else ()
+    slices = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True) if mesh.replicas.rank == 0 else ()
     state = {"step": step, "optimizer_steps": step, "data_fingerprint": fingerprint}
     return save(
         root,
