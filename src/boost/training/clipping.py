@@ -11,20 +11,20 @@ from boost.parallel.sharding import described
 
 
 @torch.no_grad()
-def gradient_norm(model: nn.Module, tp: Group) -> Tensor:
+def gradient_norm(model: nn.Module, tp: Group, pp: Group | None = None) -> Tensor:
     """The norm of the whole model's gradient, a scalar equal on every rank, in fp32 (fp64 for an fp64 model).
 
-    Shards are summed over tp; a replicated parameter, whose gradient is complete on every rank, counts on the first
-    rank only. Padding has exact zero gradients.
+    Shards are summed over tp and stages over pp; a replicated parameter, whose gradient is complete on every rank,
+    counts on one rank only. Padding has exact zero gradients.
     """
     norms = []
     for parameter, parts in described(model):
-        if parameter.grad is None or (parts[0].split is None and tp.rank > 0):
+        if parameter.grad is None or not parts[0].mine(tp):
             continue
         norms.append(torch.linalg.vector_norm(parameter.grad))
     if not norms:
         norms = [torch.zeros((), device=next(model.parameters()).device)]
-    return all_reduce(torch.stack(norms).square().sum(), tp).sqrt()
+    return all_reduce(all_reduce(torch.stack(norms).square().sum(), tp), pp or Group()).sqrt()
 
 
 @torch.no_grad()
