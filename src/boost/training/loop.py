@@ -12,16 +12,17 @@ import torch
 
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
 from boost.checkpoint.weights import load_weights
-from boost.config import TrainConfig
+from boost.config import ZERO_BUBBLE, TrainConfig
 from boost.data.dataset import Dataset, open_dataset
 from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder
+from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh
-from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import initialize
 from boost.training.batches import Batch, Batches
 from boost.training.clipping import clip_gradients, gradient_norm
@@ -64,6 +65,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         run.write_config(config.to_yaml())
         run.rewind_metrics(start)
         log_summary(config, mesh, dataset, start)
+        if isinstance(model, PipelinedDecoder):
+            logger.info("%s", model.describe())
     writer = (
         MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
     )
@@ -83,7 +86,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             dataset.validation,
             context_token(dataset),
             config.train.sequence_length,
-            config.train.micro_batch_size,
+            # A pipeline takes a whole step's sequences at a time.
+            config.train.micro_batch_size * (config.micro_batches if mesh.pp.size > 1 else 1),
             mesh.dp,
             mesh.device,
         )
@@ -150,20 +154,30 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
 
 
-def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
+def build_model(config: TrainConfig, mesh: Mesh) -> Decoder | PipelinedDecoder:
     """This rank's share of the model, initialised from the seed alone."""
-    dtype = DTYPES[config.train.precision]
-    with mesh.device:
-        model = Decoder(
+    parallel = config.parallel
+    queue: WeightGradQueue | None = None
+    if mesh.pp.size > 1 and parallel.pipeline_schedule in ZERO_BUBBLE:
+        queue = HeldWeightGrads()
+    elif parallel.overlap == "weight_grads" and mesh.tp.size > 1:
+        queue = WeightGradQueue()
+
+    def build(layers: range | None = None) -> Decoder:
+        return Decoder(
             config.model,
-            config.parallel,
+            parallel,
             mesh.tp,
-            dtype=dtype,
+            dtype=DTYPES[config.train.precision],
             seed=config.train.seed,
             recompute=config.train.recompute,
             compile=config.train.compile,
-            queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" and mesh.tp.size > 1 else None,
+            queue=queue,
+            layers=layers,
         )
+
+    with mesh.device:
+        model = PipelinedDecoder(config, mesh, build, queue) if mesh.pp.size > 1 else build()
     initialize(model, config.train.seed, mesh.tp)
     return model
 
@@ -173,7 +187,7 @@ def restore(
     mesh: Mesh,
     run: RunDirectory,
     dataset: Dataset,
-    model: Decoder,
+    model: Decoder | PipelinedDecoder,
     optimizer: torch.optim.Optimizer,
 ) -> int:
     """Loads what the run starts from, and returns how many steps that has taken."""
@@ -194,7 +208,9 @@ def restore(
         return step
     if config.run.init_from is not None:
         checkpoint = _open(config.run.init_from, config, mesh)
-        load_weights(checkpoint, model, mesh.tp, cast=True)
+        with torch.device("meta"):
+            whole = None if isinstance(model, Decoder) else Decoder(config.model)
+        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole)
         logger.info("starting from the weights of %s", checkpoint.path)
     return 0
 
@@ -210,8 +226,27 @@ def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
     return checkpoint
 
 
+def forward_backward(model: Decoder | PipelinedDecoder, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Adds this rank's gradients of the mean loss, and returns its share of that loss in fp64."""
+    micro_batches = batch.micro_batches
+    if isinstance(model, PipelinedDecoder):
+        inputs, labels = (
+            torch.cat(side) for side in zip(*((m.input_ids, m.labels) for m in micro_batches), strict=True)
+        )
+        return model.forward_backward(inputs, labels, [s for m in micro_batches for s in m.samples], batch.tokens)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for micro in micro_batches:
+        # Divided by the global count before backward, so that gradients are only ever summed.
+        loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
+        loss.backward()
+        if model.queue is not None:
+            model.queue.flush()
+        total += loss.detach()
+    return total
+
+
 def update(
-    model: Decoder,
+    model: Decoder | PipelinedDecoder,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     lr: float,
@@ -224,17 +259,10 @@ def update(
     Raises:
         NumericsError: one of them is not finite; the weights are untouched. All ranks see the same numbers.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for micro in batch.micro_batches:
-        # Divided by the global count before backward, so that gradients are only ever summed.
-        loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
-        loss.backward()
-        if model.queue is not None:
-            model.queue.flush()
-        total += loss.detach()
+    total = forward_backward(model, batch, mesh.device)
     sum_gradients(model.parameters(), mesh.dp)
-    norm = gradient_norm(model, mesh.tp)
-    loss_value, norm_value = all_reduce(total, mesh.dp).item(), norm.item()
+    norm = gradient_norm(model, mesh.tp, mesh.pp)
+    loss_value, norm_value = all_reduce(all_reduce(total, mesh.dp), mesh.pp).item(), norm.item()
     for name, value in (("loss", loss_value), ("grad_norm", norm_value)):
         if not math.isfinite(value):
             raise NumericsError(
