@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.decoder import Decoder
@@ -45,27 +45,29 @@ def build(
     return decoder
 
 
-def tensors(decoder: Decoder, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Whole canonical parameters, or their gradients, on every rank."""
+def tensors(decoder: nn.Module, *, gradients: bool = False, tp: Group | None = None) -> dict[str, Tensor]:
+    """Whole canonical parameters, or their gradients, of what this tp group holds, on every rank of it."""
+    tp = tp or cast(Decoder, decoder).tp
     whole = {}
     for parameter, parts in described(decoder):
         held = parameter.grad if gradients else parameter
         assert held is not None, parts
         for part in parts:
-            share = part.view(held, decoder.tp)
+            share = part.view(held, tp)
             size = part.shape[part.split] if part.split is not None else 0
-            whole[part.name] = gather_whole(share, part.split, size, decoder.tp)
+            whole[part.name] = gather_whole(share, part.split, size, tp)
     return whole
 
 
 @torch.no_grad()
-def load(decoder: Decoder, whole: dict[str, Tensor]) -> None:
-    """Fills a model of any layout from whole canonical tensors."""
+def load(decoder: nn.Module, whole: dict[str, Tensor], tp: Group | None = None) -> None:
+    """Fills a model of any layout, or some stages of one, from whole canonical tensors."""
+    tp = tp or cast(Decoder, decoder).tp
     for parameter, parts in described(decoder):
         parameter.zero_()
         for part in parts:
-            share = part.view(parameter, decoder.tp)
-            offsets = part.offsets(parameter, decoder.tp)
+            share = part.view(parameter, tp)
+            offsets = part.offsets(parameter, tp)
             box = tuple(slice(o, o + n) for o, n in zip(offsets, share.shape, strict=True))
             share.copy_(whole[part.name][box])
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from boost.parallel.mesh import Group, Mesh, build
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "boost.model.decoder"])
+_context.set_forkserver_preload(["torch.distributed.device_mesh", "boost.training.loop", "boost.parallel.pipeline"])
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, layout: tuple[int, int, int] | None = None) -> list:
