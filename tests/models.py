@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.decoder import Decoder
@@ -45,17 +45,23 @@ def build(
     return decoder
 
 
-def tensors(decoder: Decoder, *, gradients: bool = False, shards: Group | None = None) -> dict[str, Tensor]:
-    """Whole canonical parameters, or their gradients, on every rank; a rank's own share is its own."""
+def tensors(
+    decoder: nn.Module, *, gradients: bool = False, tp: Group | None = None, shards: Group | None = None
+) -> dict[str, Tensor]:
+    """Whole canonical parameters, or their gradients, of what these groups hold, on every rank of them.
+
+    A rank's own share is its own.
+    """
+    tp = tp or cast(Decoder, decoder).tp
     mine: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
     for parameter, parts in described(decoder):
         held = parameter.grad if gradients else parameter
         assert held is not None, parts
         for part in parts:
-            share = part.view(held.detach(), decoder.tp).clone()
-            mine.append((part.name, part.shape, part.offsets(held, decoder.tp), share))
+            share = part.view(held.detach(), tp).clone()
+            mine.append((part.name, part.shape, part.offsets(held, tp), share))
     pieces = mine
-    for group in (shards or Group(), decoder.tp):
+    for group in (shards or Group(), tp):
         if group.size > 1:
             gathered: list[Any] = [None] * group.size
             dist.all_gather_object(gathered, pieces, group=group.process_group)
@@ -69,13 +75,14 @@ def tensors(decoder: Decoder, *, gradients: bool = False, shards: Group | None =
 
 
 @torch.no_grad()
-def load(decoder: Decoder, whole: dict[str, Tensor]) -> None:
-    """Fills a model of any layout from whole canonical tensors."""
+def load(decoder: nn.Module, whole: dict[str, Tensor], tp: Group | None = None) -> None:
+    """Fills a model of any layout, or some stages of one, from whole canonical tensors."""
+    tp = tp or cast(Decoder, decoder).tp
     for parameter, parts in described(decoder):
         parameter.zero_()
         for part in parts:
-            share = part.view(parameter, decoder.tp)
-            offsets = part.offsets(parameter, decoder.tp)
+            share = part.view(parameter, tp)
+            offsets = part.offsets(parameter, tp)
             box = tuple(slice(o, o + n) for o, n in zip(offsets, share.shape, strict=True))
             share.copy_(whole[part.name][box])
 

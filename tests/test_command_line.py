@@ -209,7 +209,7 @@ def test_a_failed_start_replaces_an_old_status(config_file: Path, tmp_path: Path
         (["train", "{config}", "model.heads=6", "model.head_size=8", "parallel.tp=4"], ["parallel.tp", "model.heads"]),
         (["train", "no-such-file.yaml"], ["no-such-file.yaml"]),
         (["train", "quickstrt"], ["quickstrt", "quickstart"]),
-        (["train", "{config}", "parallel.pp=2"], ["parallel.pp", "not available"]),
+        (["train", "{config}", "parallel.pp=8", "parallel.pipeline_schedule=gpipe"], ["parallel.pp", "model.layers"]),
         (["train"], ["command line", "config"]),
         (["generate", "nowhere", "--prompt", "x"], ["nowhere"]),
         (["data", "prepare", "missing.txt", "--out", "out", "--tokenizer", "bpe4096"], ["missing.txt"]),
@@ -293,6 +293,17 @@ def test_evaluate_and_generate(config_file: Path, tmp_path: Path) -> None:
     assert len(texts) == 1
     assert texts.pop().startswith("the of")
     assert boost("generate", str(run), "--prompt", "").returncode == 2
+
+
+def test_a_pipeline_on_local_processes(config_file: Path, tmp_path: Path) -> None:
+    """`boost train` starts its ranks and says how it is cut; `boost eval`, one process, agrees with its validation."""
+    pipeline = ["parallel.tp=1", "parallel.pp=2", "train.micro_batch_size=1"]
+    result = boost("train", str(config_file), *pipeline, "model.layers=3", "train.steps=3", "train.validate_every=3")
+    assert result.returncode == 0, result.stderr
+    assert "pipeline: 1f1b, stages of 2, 1 layers, 4 micro-batches" in result.stdout
+    data = yaml.safe_load(config_file.read_text())["data"]["path"]
+    evaluated = boost("eval", str(tmp_path / "run"), "--data", data)
+    assert f"loss {records(tmp_path / 'run')[-1]['val_loss']:.4f}" in evaluated.stdout, evaluated.stderr
 
 
 def test_help_documents_every_command() -> None:

@@ -335,7 +335,6 @@ def test_exact_steps_are_for_loro_only() -> None:
         ("optimizer.name", "muon"),
         ("optimizer.name", "loro"),
         ("schedule.name", "jagged_cosine"),
-        ("parallel.pp", 2),
         ("checkpoint.asynchronous", True),
         ("logging.wandb", True),
         ("logging.trackio", True),
@@ -410,6 +409,57 @@ def test_split_batch_keeps_weights_gathered() -> None:
     problem = refusal(parallel={"dp": 2, "tp": 2, "zero": 3, "overlap": "split_batch"})
     assert "parallel.zero" in problem
     assert "(expected 0, 1 or 2, got 3)" in problem
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "says"),
+    [
+        (
+            {"pp": 4, "pipeline_schedule": "zbv"},
+            {},
+            "parallel.pp: zbv cuts model.layers = 4 into pp x 2 = 8 stages, none empty (expected at most 2, got 4)",
+        ),
+        (
+            {"pp": 4, "dp": 2},
+            {"global_batch_size": 18, "micro_batch_size": 3},
+            "1f1b needs as many micro-batches as stages; 9 sequences of a dp rank are 3 of 3 "
+            "(expected at least 4 micro-batches, got 3); lower it to 1",
+        ),
+        ({"pp": 2}, {"global_batch_size": 1}, "enlarge train.global_batch_size"),
+        (
+            {"pp": 2, "pipeline_schedule": "interleaved_1f1b"},
+            {"global_batch_size": 10, "micro_batch_size": 2},
+            "takes the 5 micro-batches of a step in 5 // pp = 2 equal rounds "
+            "(expected a multiple of 2 micro-batches, got 5); nearest: 4 or 6",
+        ),
+        (
+            {"pp": 2, "pipeline_schedule": "zero_bubble", "overlap": "weight_grads"},
+            {},
+            "weight gradients fill the bubb",
+        ),
+        ({"pp": 2, "pipeline_schedule": "zbv"}, {"recompute": "latent"}, "so nothing would be saved"),
+        (
+            {"pp": 2, "pipeline_schedule": "zbv"},
+            {"compile": True},
+            "zbv puts weight gradients off, which compiled code",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be(parallel: dict[str, Any], train: dict[str, Any], says: str) -> None:
+    train = {"global_batch_size": 8, "micro_batch_size": 1, **train}
+    if train["global_batch_size"] == 1:
+        del train["micro_batch_size"]
+    assert says in refusal(model={"layers": 4}, parallel=parallel, train=train)
+
+
+def test_stages_and_micro_batches_follow_from_the_fields() -> None:
+    found = config(
+        model={"layers": 8},
+        parallel={"pp": 3, "dp": 2, "pipeline_schedule": "interleaved_1f1b"},
+        train={"global_batch_size": 24, "micro_batch_size": 2},
+    )
+    assert (found.stages, found.micro_batches) == (6, 6)
+    assert (config().stages, config().micro_batches) == (1, 1), "a schedule without a pipeline has no effect"
 
 
 # Files

@@ -177,7 +177,7 @@ class ParallelSection(_Section):
     """How model and batch are divided over ranks; world size = tp x pp x dp."""
 
     tp: Size = Field(default=1, description="tensor-parallel ranks")
-    pp: Size = Field(default=1, description="pipeline stages")
+    pp: Size = Field(default=1, description="pipeline-parallel ranks")
     dp: Size = Field(default=1, description="data-parallel ranks")
     zero: int = Field(
         default=0,
@@ -304,6 +304,17 @@ class TrainConfig(_Section):
         """How the blocks are split over the tp ranks: dense ones as in Megatron, low-rank ones as configured."""
         return "dense" if self.model.linear == "dense" else self.parallel.tensor_layout
 
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, over all pp ranks."""
+        parallel = self.parallel
+        return parallel.pp * STAGES_PER_RANK.get(parallel.pipeline_schedule, 1) if parallel.pp > 1 else 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one data-parallel rank in a step."""
+        return self.train.global_batch_size // (self.parallel.dp * self.train.micro_batch_size)
+
     @model_validator(mode="after")
     def _resolve_and_check(self) -> TrainConfig:
         violations = [
@@ -313,6 +324,7 @@ class TrainConfig(_Section):
             *_bridge_rules(self),
             *_zero_rules(self),
             *_training_rules(self),
+            *_pipeline_rules(self),
             *_availability_rules(self),
         ]
         if violations:
@@ -542,13 +554,85 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
         )
 
 
+# Schedules in which every rank has more than one stage.
+STAGES_PER_RANK: Mapping[str, int] = {"interleaved_1f1b": 2, "zbv": 2}
+# Those that run weight gradients apart, to fill their bubbles.
+ZERO_BUBBLE = ("zero_bubble", "zbv")
+
+
+def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
+    train, parallel, layers = config.train, config.parallel, config.model.layers
+    pp, schedule = parallel.pp, parallel.pipeline_schedule
+    if pp == 1:
+        return
+    per_rank = config.stages // pp
+    if layers < config.stages:
+        yield Violation(
+            ("parallel.pp", "model.layers", "parallel.pipeline_schedule"),
+            f"{schedule} cuts model.layers = {layers} into pp x {per_rank} = {config.stages} stages, none empty",
+            expected=f"at most {layers // per_rank}",
+            got=pp,
+        )
+    if schedule in ZERO_BUBBLE and parallel.overlap == "weight_grads":
+        yield Violation(
+            ("parallel.overlap", "parallel.pipeline_schedule", "parallel.pp"),
+            f"weight gradients fill the bubbles of {schedule}, so they cannot hide all-reduces as well",
+            expected="none or split_batch",
+            got=parallel.overlap,
+        )
+    if schedule in ZERO_BUBBLE and parallel.zero and parallel.dp > 1:
+        yield Violation(
+            ("parallel.zero", "parallel.pipeline_schedule", "parallel.pp"),
+            f"{schedule} puts weight gradients off until after the backward pass, at whose end ZeRO reduces them",
+            expected="0",
+            got=parallel.zero,
+        )
+    if schedule in ZERO_BUBBLE and train.recompute != "none":
+        yield Violation(
+            ("train.recompute", "parallel.pipeline_schedule", "parallel.pp"),
+            f"{schedule} keeps until later what weight gradients need, recomputed or not, so nothing would be saved",
+            expected="none",
+            got=train.recompute,
+        )
+    if schedule in ZERO_BUBBLE and train.compile:
+        yield Violation(
+            ("train.compile", "parallel.pipeline_schedule", "parallel.pp"),
+            f"{schedule} puts weight gradients off, which compiled code cannot do",
+            expected="false",
+            got="true",
+        )
+    sequences = train.global_batch_size // parallel.dp
+    micro = train.micro_batch_size if "micro_batch_size" in train.model_fields_set else sequences
+    if sequences < micro or sequences % micro:
+        return  # _training_rules says so
+    count = sequences // micro
+    rounds = max(1, count // pp)
+    fits = [size for size in range(1, sequences // pp + 1) if sequences % size == 0]
+    fields = ("train.micro_batch_size", "train.global_batch_size", "parallel.dp", "parallel.pp")
+    if schedule == "1f1b" and count < pp:
+        yield Violation(
+            (*fields, "parallel.pipeline_schedule"),
+            f"1f1b needs as many micro-batches as stages; {sequences} sequences of a dp rank are {count} of {micro}",
+            expected=f"at least {pp} micro-batches",
+            got=count,
+            hint=f"lower it to {fits[-1]}" if fits else "enlarge train.global_batch_size",
+        )
+    if schedule in ("interleaved_1f1b", "zero_bubble") and count % rounds:
+        yield Violation(
+            (*fields, "parallel.pipeline_schedule"),
+            f"{schedule} takes the {count} micro-batches of a step in {count} // pp = {rounds} equal rounds",
+            expected=f"a multiple of {rounds} micro-batches",
+            got=count,
+            hint=f"nearest: {_near_multiples(rounds, count)}",
+        )
+
+
 # Fields with values that are part of the schema but not of this version, and the values that are available.
 NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.linear": ("dense", "low_rank"),
     "model.crossing": ("none",),
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "linear", "constant"),
-    "parallel.pp": (1,),
     "checkpoint.asynchronous": (False,),
     "logging.wandb": (False,),
     "logging.trackio": (False,),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from boost.parallel.mesh import Group, Mesh, build
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "boost.training.loop"])
+_context.set_forkserver_preload(["torch.distributed.fsdp", "boost.training.loop", "boost.parallel.pipeline"])
 
 
 def run_ranks(

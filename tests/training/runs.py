@@ -20,11 +20,12 @@ def _train(mesh: Mesh, config: TrainConfig) -> None:
 def run(config: TrainConfig) -> list[dict[str, Any]]:
     """Trains on as many ranks as the configuration asks for; returns the metrics."""
     parallel = config.parallel
-    world = parallel.tp * parallel.dp
+    world = parallel.tp * parallel.pp * parallel.dp
     if world == 1:
         _train(Mesh(), config)
     else:
-        run_ranks(world, _train, config, layout=(1, parallel.dp, parallel.tp), shards=parallel.shards)
+        layout = (parallel.pp, parallel.dp, parallel.tp)
+        run_ranks(world, _train, config, layout=layout, shards=parallel.shards)
     return metrics(config)
 
 

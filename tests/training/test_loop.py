@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from boost.checkpoint.store import open_checkpoint
 from boost.config import TrainConfig
 from boost.data.prepare import prepare
 from boost.errors import NumericsError, UserError
 from boost.parallel.mesh import Mesh
-from boost.training.loop import train
+from boost.training.loop import build_model, train
+from boost.training.optimizers.adamw import build_adamw
 from boost.training.run_directory import RunDirectory
+from boost.training.state import load_state, save_state
+from tests.distributed.harness import run_ranks
 from tests.training.conftest import with_changes
 from tests.training.runs import losses, metrics, run, state_hash
 
@@ -56,13 +61,21 @@ def in_directory(settings: Settings, tmp_path: Path, name: str, **changes: Any) 
             "model__rank": None,
         },
         {"parallel__tp": 2, "train__micro_batch_size": 2, "model__tie_embeddings": True},
+        {"parallel__pp": 2, "train__micro_batch_size": 1, "model__tie_embeddings": True},
+        {
+            "parallel__pp": 2,
+            "parallel__dp": 2,
+            "train__micro_batch_size": 1,
+            "model__layers": 5,
+            "parallel__pipeline_schedule": "zbv",
+        },
     ],
     ids=str,
 )
 def test_every_layout_follows_one_trajectory(settings: Settings, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Loss, clipped gradient norm and data of each of 6 steps equal the single process's; so do the validations."""
-    tied = {name: value for name, value in changes.items() if name.startswith("model")}
-    common = {"train__validate_every": 3, **tied}
+    model = {name: value for name, value in changes.items() if name.startswith("model")}
+    common = {"train__validate_every": 3, **model}
     single = run(in_directory(settings, tmp_path, "single", **common))
     other = run(in_directory(settings, tmp_path, "other", **common | changes))
     assert [record["step"] for record in other] == [1, 2, 3, 4, 5, 6]
@@ -118,6 +131,7 @@ def test_state_survives_a_change_of_layout(settings: Settings, tmp_path: Path) -
         {"parallel__dp": 4, "parallel__zero": 2, "parallel__dp_replicate": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__group_linears": False},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
+        {"parallel__pp": 2, "train__micro_batch_size": 1},
     ]
     for number, changes in enumerate(layouts):
         other = in_directory(settings, tmp_path, f"other-{number}", **changes, checkpoint__keep=0)
@@ -149,6 +163,58 @@ def test_a_run_goes_on_in_other_layouts(settings: Settings, tmp_path: Path) -> N
             assert record[name] == pytest.approx(reference[name], rel=1e-9)
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("bf16", 1e-3)])
+def test_a_pipelined_run_goes_on_in_one_process_and_back(
+    settings: Settings, tmp_path: Path, precision: str, tolerance: float
+) -> None:
+    common = {
+        "schedule__name": "constant",
+        "model__dropout": 0.1,
+        "train__micro_batch_size": 2,
+        "train__precision": precision,
+    }
+    pipeline = {"parallel__pp": 2}
+    for steps, changes in ((2, pipeline), (4, {}), (6, pipeline)):
+        config = in_directory(settings, tmp_path, "run", **common, train__steps=steps, **changes)
+        run(config)
+    single = in_directory(settings, tmp_path, "single", **common)
+    run(single)
+    assert [r["batch_hash"] for r in metrics(config)] == [r["batch_hash"] for r in metrics(single)]
+    assert losses(config) == pytest.approx(losses(single), rel=tolerance)
+
+
+def _saved_again(mesh: Mesh, config: TrainConfig, source: str, target: Path) -> None:
+    """Loads a run's newest checkpoint in this layout and saves it as it is."""
+    model = build_model(config, mesh)
+    optimizer = build_adamw(model, config.optimizer)
+    step = load_state(open_checkpoint(source), model, optimizer, mesh.tp)
+    save_state(target, step, model, optimizer, config, mesh, "", b"")
+
+
+def test_every_layout_saves_what_it_loads(settings: Settings, tmp_path: Path) -> None:
+    """From a pipeline over one process and other pipelines back to it: one hash of parameters and moments."""
+    layouts: list[dict[str, Any]] = [
+        {"parallel__pp": 2, "parallel__tp": 2},
+        {},
+        {"parallel__pp": 2, "parallel__pipeline_schedule": "zbv", "parallel__dp": 2},
+        {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
+        {"parallel__pp": 4, "parallel__pipeline_schedule": "gpipe"},
+    ]
+    common = {"model__layers": 5, "model__tie_embeddings": True, "train__micro_batch_size": 1, "model__ffn_size": 43}
+    configs = [in_directory(settings, tmp_path, str(n), **common, **changes) for n, changes in enumerate(layouts)]
+    run(configs[0])
+    for before, config in zip(configs, [*configs[1:], configs[0]], strict=True):
+        parallel = config.parallel
+        layout = (parallel.pp, parallel.dp, parallel.tp)
+        target = tmp_path / f"again-{before.run.dir[-1]}"
+        source = before.run.dir if before is configs[0] else str(tmp_path / f"again-{int(before.run.dir[-1]) - 1}")
+        if layout == (1, 1, 1):
+            _saved_again(Mesh(), config, source, target)
+        else:
+            run_ranks(parallel.pp * parallel.dp * parallel.tp, _saved_again, config, source, target, layout=layout)
+        assert open_checkpoint(target).state_hash == state_hash(configs[0]), layout
+
+
 def test_initial_state_does_not_depend_on_the_layout(settings: Settings, tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [
         {},
@@ -159,6 +225,7 @@ def test_initial_state_does_not_depend_on_the_layout(settings: Settings, tmp_pat
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla_sharded_heads"},
         {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3, "parallel__tensor_layout": "vanilla"},
+        {"parallel__pp": 2, "parallel__tp": 2, "train__micro_batch_size": 1},
     ]
     hashes = []
     for number, changes in enumerate(layouts):
@@ -178,6 +245,32 @@ def test_init_from_takes_weights_and_nothing_else(settings: Settings, tmp_path: 
     assert after[0]["step"] == 1
     assert after[0]["batch_hash"] == before[0]["batch_hash"]
     assert after[0]["loss"] < before[0]["loss"] - 0.5
+
+
+def test_a_pipeline_takes_the_weights_of_one_process(settings: Settings, tmp_path: Path) -> None:
+    first = in_directory(settings, tmp_path, "first", model__tie_embeddings=True)
+    run(first)
+    start = {"run__init_from": first.run.dir, "model__tie_embeddings": True, "parallel__pp": 2}
+    second = in_directory(settings, tmp_path, "second", **start, train__micro_batch_size=1, train__steps=0)
+    run(second)
+    names = [name for kind, name in open_checkpoint(first.run.dir).tensors if kind == "parameter"]
+    before, after = (open_checkpoint(config.run.dir) for config in (first, second))
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in names)
+    deeper = in_directory(settings, tmp_path, "deeper", **start, train__micro_batch_size=1, model__layers=3)
+    with pytest.raises(AssertionError, match=r"lacks parameter blocks\.2"):
+        run(deeper)
+    third = in_directory(settings, tmp_path, "third", model__layers=3)
+    run(third)
+    with pytest.raises(AssertionError, match=r"the model has no parameter blocks\.2"):
+        run(
+            in_directory(
+                settings,
+                tmp_path,
+                "shallower",
+                **start | {"run__init_from": third.run.dir, "model__tie_embeddings": False},
+                train__micro_batch_size=1,
+            )
+        )
 
 
 def test_metrics_have_the_documented_fields(settings: Settings, tmp_path: Path) -> None:
@@ -214,6 +307,20 @@ def test_not_finite_stops_before_the_update(settings: Settings, tmp_path: Path) 
     last = metrics(config)[-1]["step"]
     assert state_hash(config, last)
     assert all(math.isfinite(loss) for loss in losses(config))
+
+
+def test_all_stages_stop_at_what_is_not_finite(settings: Settings, tmp_path: Path) -> None:
+    """Each rank by itself, though only the last has the loss: the first to fail must not take the others with it."""
+    fields = {"optimizer__lr": 1e300, "schedule__warmup_steps": 0, "parallel__pp": 2, "train__micro_batch_size": 1}
+    messages = run_ranks(2, _failure, in_directory(settings, tmp_path, "run", **fields), layout=(2, 1, 1))
+    assert messages[0] == messages[1]
+    assert "step 2: loss is nan" in messages[0] or "step 2: grad_norm is" in messages[0]
+
+
+def _failure(mesh: Mesh, config: TrainConfig) -> str:
+    with pytest.raises(NumericsError) as caught:
+        train(config, mesh, RunDirectory(config.run.dir))
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

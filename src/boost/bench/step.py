@@ -71,7 +71,9 @@ class Step:
         if layers is not None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
         self.config, self.mesh = config, mesh
-        self.model: Decoder = build_model(config, mesh)
+        model = build_model(config, mesh)
+        assert isinstance(model, Decoder), "layouts are compared without pipelines"
+        self.model = model
         shape = (config.train.micro_batch_size, config.train.sequence_length + 1)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.model.vocab_size, shape, generator=generator).to(mesh.device)

@@ -28,26 +28,31 @@ def parameter_slices(
 
     Args:
         beside: further tensors of a parameter's shape by kind, such as an optimiser's moments.
-        owned: leave out what another tp rank holds as well and writes.
+        owned: leave out what another rank holds as well and writes.
     """
     for parameter, parts in described(model):
         held = {PARAMETER: parameter.detach(), **beside(parameter)}
         for part in parts:
-            if owned and part.split is None and tp.rank > 0:
+            if owned and not part.mine(tp):
                 continue
             offsets = part.offsets(parameter, tp)
             for kind, tensor in held.items():
                 yield Slice(part.name, kind, part.shape, offsets, part.view(tensor, tp))
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module, tp: Group, *, cast: bool = False) -> None:
+def load_weights(
+    checkpoint: Checkpoint, model: nn.Module, tp: Group, *, cast: bool = False, whole: nn.Module | None = None
+) -> None:
     """Fills the model's parameters from a checkpoint of any layout.
+
+    Args:
+        whole: where the model is some stages of a pipeline, the one that they are stages of, on any device.
 
     Raises:
         UserError: a tensor is missing, left over, of another shape, or of another type without `cast`.
     """
     targets = list(parameter_slices(model, tp))
-    extra = checkpoint.unused(targets, kinds=[PARAMETER])
+    extra = checkpoint.unused(targets if whole is None else parameter_slices(whole, Group()), kinds=[PARAMETER])
     if extra:
         raise UserError(
             str(checkpoint.path),

@@ -13,6 +13,7 @@ from boost.data.dataset import Dataset, Split
 from boost.data.sampler import IGNORE, validation_sequence, validation_sequences
 from boost.errors import UserError
 from boost.model.decoder import Decoder
+from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Group
 from boost.parallel.zero import release
@@ -49,7 +50,7 @@ def context_token(dataset: Dataset) -> int:
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder,
+    model: Decoder | PipelinedDecoder,
     split: Split,
     start_id: int,
     sequence_length: int,

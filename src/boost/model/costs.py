@@ -27,11 +27,20 @@ def parameters(model: ModelSection) -> int:
     return model.layers * block + tables + model.hidden_size
 
 
+def block_flops_per_token(model: ModelSection, sequence_length: int) -> float:
+    """Forward FLOPs per token of one block: its GEMMs, and causal attention (half of the full square)."""
+    attention = 2 * 2 * (sequence_length + 1) / 2 * model.heads * model.head_size
+    return 2 * block_linear_parameters(model) + attention
+
+
+def head_flops_per_token(model: ModelSection) -> float:
+    """Forward FLOPs per token of the head. The embedding, a lookup, has none."""
+    return 2 * model.vocab_size * model.hidden_size
+
+
 def forward_flops_per_token(model: ModelSection, sequence_length: int) -> float:
-    """Forward FLOPs per token: GEMMs of blocks and head, and causal attention (half of the full square)."""
-    gemms = 2 * (model.layers * block_linear_parameters(model) + model.vocab_size * model.hidden_size)
-    attention = model.layers * 2 * 2 * (sequence_length + 1) / 2 * model.heads * model.head_size
-    return gemms + attention
+    """Forward FLOPs per token of the whole model."""
+    return model.layers * block_flops_per_token(model, sequence_length) + head_flops_per_token(model)
 
 
 def training_flops_per_token(model: ModelSection, sequence_length: int) -> float:

@@ -47,6 +47,8 @@ class Decoder(nn.Module):
         queue: takes weight gradients that wait for an all-reduce to hide behind; flush it after every backward.
         compile: compile what lies between collectives. Not with a queue, nor with dropout.
         seed: of dropout masks.
+        layers: those that are held, one run of them; default all. The embedding is held with the first layer, the
+            final norm and the head with the last.
 
     Parameters are empty until `boost.parallel.sharding.initialize` or a checkpoint fills them.
     """
@@ -63,6 +65,7 @@ class Decoder(nn.Module):
         queue: WeightGradQueue | None = None,
         compile: bool = False,
         seed: int = 0,
+        layers: range | None = None,
     ) -> None:
         super().__init__()
         parallel, tp = parallel or ParallelSection(), tp or Group()
@@ -74,23 +77,28 @@ class Decoder(nn.Module):
         kind = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
         self.stream = make_stream(parallel.sequence_parallel, tp)
+        layers = range(model.layers) if layers is None else layers
+        self.first, self.last = layers.start == 0, layers.stop == model.layers
         table = (model.vocab_size, model.hidden_size, model.init_std, tp, master)
         self.embedding: HiddenShardedEmbedding | VocabShardedTable
-        if self.hidden_sharded and not model.tie_embeddings:
+        if self.first and self.hidden_sharded and not model.tie_embeddings:
             self.embedding = HiddenShardedEmbedding(*table)
-        else:
+        elif self.first:
             stream = None if self.hidden_sharded else self.stream
             self.embedding = VocabShardedTable("embedding.weight", *table, stream)
-        self.blocks = nn.ModuleList(kind(model, parallel, layer, tp, master) for layer in range(model.layers))
+        self.blocks = nn.ModuleList(kind(model, parallel, layer, tp, master) for layer in layers)
         for block in self.blocks if compile else ():
             for name in kind.LOCAL:
                 setattr(block, name, compiled(getattr(block, name)))
-        self.norm = Gain("norm.weight", model.hidden_size, master)
-        if model.tie_embeddings:
-            assert isinstance(self.embedding, VocabShardedTable)
-            self.head = self.embedding
-        else:
-            self.head = VocabShardedTable("head.weight", *table)
+        if self.last:
+            self.norm = Gain("norm.weight", model.hidden_size, master)
+            if not model.tie_embeddings:
+                self.head = VocabShardedTable("head.weight", *table)
+            elif self.first:
+                assert isinstance(self.embedding, VocabShardedTable)
+                self.head = self.embedding
+            else:
+                self.head = VocabShardedTable("embedding.weight", *table, owned=False)
 
     def forward(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Token ids [batch, sequence] to logits [batch, sequence, vocab], in `dtype`; differentiable at tp = 1 only.
@@ -111,22 +119,46 @@ class Decoder(nn.Module):
             input_ids, labels: int64 [batch, sequence]; labels are the next tokens, already shifted.
             samples: each sequence's global sample index, needed where the model has dropout.
         """
-        h_TD = self.hidden(input_ids, samples=samples)
+        return self.loss_from(self.hidden(input_ids, samples=samples), labels)
+
+    def loss_from(self, h_TD: Tensor, labels: Tensor) -> Tensor:
+        """The same from normalised hidden states."""
         # Of the padded share, which is the same on every rank.
         chunk = chunk_tokens(len(self.head.weight))
         return head_loss(h_TD, self.head.real_rows(), labels.reshape(-1), self.head.start, self.tp, chunk)
 
     def hidden(self, input_ids: Tensor, *, samples: Sequence[int] = (), cache: KeyValueCache | None = None) -> Tensor:
         """Normalised hidden states of all tokens, [T, D], equal on every rank."""
-        context = self._context(input_ids, samples, cache)
-        x_Td = self.embedding(input_ids.reshape(-1), self.dtype)
+        batch, sequence = input_ids.shape
+        return self.section(input_ids.reshape(-1), batch, sequence, samples=samples, cache=cache)
+
+    def section(
+        self,
+        x: Tensor,
+        batch: int,
+        sequence: int,
+        *,
+        samples: Sequence[int] = (),
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """What the layers held here make of their input.
+
+        Args:
+            x: token ids [T] with the first layer, else the residual stream [T, d].
+            batch, sequence: the shape of the token ids.
+
+        Returns:
+            Normalised hidden states [T, D] with the last layer, else the residual stream [T, d].
+        """
+        context = self._context(batch, sequence, x.device, samples, cache)
+        x_Td = self.embedding(x, self.dtype) if self.first else x
         if self.split_batch and torch.is_grad_enabled() and context.batch > 1:
             x_Td = self._interleaved(x_Td, context)
         else:
             run = recompute_block if self.recompute == "block" else call
             for block in self.blocks:
                 x_Td = run(block, x_Td, context)
-        return self._final_norm(x_Td, context.tokens)
+        return self._final_norm(x_Td, context.tokens) if self.last else x_Td
 
     def _interleaved(self, x_Td: Tensor, context: Context) -> Tensor:
         """The blocks over two halves of the batch that take turns."""
@@ -152,15 +184,14 @@ class Decoder(nn.Module):
         gain_D = self.stream.replicated(self.norm.weight)
         return self.stream.enter(rms_norm(x_Td, gain_D, self.model.norm_eps), tokens)
 
-    def _context(self, input_ids: Tensor, samples: Sequence[int], cache: KeyValueCache | None) -> Context:
-        batch, sequence = input_ids.shape
+    def _context(
+        self, batch: int, sequence: int, device: torch.device, samples: Sequence[int], cache: KeyValueCache | None
+    ) -> Context:
         start = cache.length if cache is not None else 0
         dropout = self.model.dropout if self.training else 0.0
         if dropout and len(samples) != batch:
             raise ValueError(f"dropout needs the sample index of each of {batch} sequences, got {len(samples)}")
-        cos, sin = rope_tables(
-            start + sequence, self.model.head_size, self.model.rope_theta, self.dtype, input_ids.device
-        )
+        cos, sin = rope_tables(start + sequence, self.model.head_size, self.model.rope_theta, self.dtype, device)
         return Context(
             batch,
             sequence,

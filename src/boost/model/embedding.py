@@ -37,6 +37,7 @@ class VocabShardedTable(Sharded):
     Args:
         name: canonical name.
         stream: where a lookup's sum over ranks goes; None for this rank's shard of hidden (a reduce-scatter).
+        owned: False for a head whose table the pipeline's first stage holds as its embedding.
     """
 
     def __init__(
@@ -48,15 +49,18 @@ class VocabShardedTable(Sharded):
         tp: Group,
         dtype: torch.dtype,
         stream: Stream | None = None,
+        *,
+        owned: bool = True,
     ) -> None:
         super().__init__()
         self.name, self.shape, self.std, self.tp, self.stream = name, (vocab_size, hidden_size), std, tp, stream
+        self.owned = owned
         self.weight = nn.Parameter(torch.empty(padded_share(vocab_size, tp), hidden_size, dtype=dtype))
         self.start = min(tp.rank * self.weight.shape[0], vocab_size)
         self.rows = min(self.weight.shape[0], vocab_size - self.start)
 
     def parts(self) -> dict[str, tuple[Part, ...]]:
-        return {"weight": (Part(self.name, self.shape, Init("normal", self.std), split=0),)}
+        return {"weight": (Part(self.name, self.shape, Init("normal", self.std), split=0, owned=self.owned),)}
 
     def real_rows(self) -> Tensor:
         """The rows of this rank that are not padding, [v, D]."""

@@ -97,6 +97,18 @@ def reinterpreted(columns: Tensor, dtype: torch.dtype) -> Tensor:
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
+def swap(x: Tensor, peer: int, group: Group) -> Tensor:
+    """Sends x to one rank of the group and returns the tensor of its shape that this rank sends here."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    ops = [
+        dist.P2POp(dist.isend, x.detach().contiguous(), group=group.process_group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group.process_group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return received
+
+
 def finish_behind(work: dist.Work | None, queue: WeightGradQueue | None) -> None:
     """Waits for a collective, and computes what is in the queue first."""
     if queue is not None:

@@ -8,6 +8,7 @@ the next all-reduce is under way. They accumulate into `.grad` themselves, past 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,14 +24,29 @@ class WeightGradQueue:
         """Queues a function that computes the gradients of these parameters."""
         self._pending.append((parameters, compute))
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Computes everything queued, oldest first, and adds it to `.grad` as autograd would."""
+        self.take()()
+
+    def take(self) -> Callable[[], None]:
+        """Empties the queue; what is returned does what `flush` would have done."""
         pending, self._pending = self._pending, []
-        for parameters, compute in pending:
-            for parameter, gradient in zip(parameters, compute(), strict=True):
-                if parameter.grad is None:
-                    # In the parameter's own memory layout: fused optimisers walk both with the same strides.
-                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
-                else:
-                    parameter.grad += gradient
+        return partial(_accumulate, pending)
+
+
+class HeldWeightGrads(WeightGradQueue):
+    """For pipelines that fill their bubbles with weight gradients: no all-reduce flushes it, the schedule takes all."""
+
+    def flush(self) -> None:
+        """Nothing: `take` is the only way out."""
+
+
+@torch.no_grad()
+def _accumulate(pending: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]]) -> None:
+    for parameters, compute in pending:
+        for parameter, gradient in zip(parameters, compute(), strict=True):
+            if parameter.grad is None:
+                # In the parameter's own memory layout: fused optimisers walk both with the same strides.
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            else:
+                parameter.grad += gradient

@@ -40,6 +40,7 @@ class Part:
         split: the canonical dimension that is sharded over tp; None where every rank holds all of it.
         transposed: the region is the canonical share's transpose.
         init: how it starts.
+        owned: False where another pipeline stage holds the same tensor too, and counts and saves it.
     """
 
     name: str
@@ -48,11 +49,16 @@ class Part:
     split: int | None = None
     index: tuple[slice | int, ...] = ()
     transposed: bool = False
+    owned: bool = True
 
     @property
     def decayed(self) -> bool:
         """Matrices are decayed; norm gains and biases are not, unless asked for."""
         return len(self.shape) > 1
+
+    def mine(self, tp: Group) -> bool:
+        """Whether this rank is the one that counts and saves its share; what several ranks hold, one of them owns."""
+        return self.owned and (self.split is not None or tp.rank == 0)
 
     def offsets(self, parameter: Tensor, tp: Group) -> tuple[int, ...]:
         """Where this rank's share starts in the canonical tensor."""

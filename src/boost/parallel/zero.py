@@ -32,7 +32,7 @@ def shard(
     stage: int,
     *,
     dtype: torch.dtype,
-    entries: Iterable[str] = (),
+    entry: str,
     queue: WeightGradQueue | None = None,
 ) -> None:
     """Divides the rows of all parameters over `mesh.shards`, in place, and allocates the shares, empty.
@@ -42,7 +42,7 @@ def shard(
         units: its modules that gather their weights and reduce their gradients as one; the rest is one unit too.
         stage: 1, 2 or 3.
         dtype: of activations; bf16 weights are gathered in bf16, and their gradients summed in fp32.
-        entries: methods besides `forward` that run the model.
+        entry: the method that runs the model.
         queue: takes the units' put-off weight gradients.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -63,8 +63,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for entry in entries:
-        register_fsdp_forward_method(model, entry)
+    register_fsdp_forward_method(model, entry)
     model.to_empty(device=mesh.device)
 
 

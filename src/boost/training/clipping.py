@@ -11,23 +11,26 @@ from boost.parallel.sharding import described, held_rows
 
 
 @torch.no_grad()
-def gradient_norm(model: nn.Module, tp: Group, shards: Group | None = None) -> Tensor:
+def gradient_norm(model: nn.Module, *groups: Group) -> Tensor:
     """The norm of the whole model's gradient, a scalar equal on every rank, in fp32 (fp64 for an fp64 model).
 
-    Shards are summed over tp; a replicated parameter, whose gradient is complete on every rank, counts on the first
-    rank only. Padding has exact zero gradients.
+    A replicated parameter, whose gradient is complete on every rank, counts on one rank only. Padding has exact zero
+    gradients.
 
     Args:
-        shards: the dp ranks that ZeRO divides gradients over.
+        groups: what gradients are divided over: first tp, then the dp ranks of ZeRO's shards, the pipeline's stages.
     """
     norms = []
     for parameter, parts in described(model):
-        if parameter.grad is None or (parts[0].split is None and tp.rank > 0):
+        if parameter.grad is None or not parts[0].mine(groups[0]):
             continue
         norms.append(torch.linalg.vector_norm(held_rows(parameter.grad)[0]))
     if not norms:
         norms = [torch.zeros((), device=next(model.parameters()).device)]
-    return all_reduce(all_reduce(torch.stack(norms).square().sum(), tp), shards or Group()).sqrt()
+    total = torch.stack(norms).square().sum()
+    for group in groups:
+        total = all_reduce(total, group)
+    return total.sqrt()
 
 
 @torch.no_grad()

@@ -6,22 +6,24 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
 from boost.checkpoint.weights import load_weights
-from boost.config import TrainConfig
+from boost.config import ZERO_BUBBLE, TrainConfig
 from boost.data.dataset import Dataset, open_dataset
 from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder
+from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh
-from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import initialize
 from boost.parallel.zero import begin_micro_batch, shard
 from boost.training.batches import Batch, Batches
@@ -65,6 +67,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         run.write_config(config.to_yaml())
         run.rewind_metrics(start)
         log_summary(config, mesh, dataset, start)
+        if isinstance(model, PipelinedDecoder):
+            logger.info("%s", model.describe())
     writer = (
         MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
     )
@@ -84,7 +88,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             dataset.validation,
             context_token(dataset),
             config.train.sequence_length,
-            config.train.micro_batch_size,
+            # A pipeline takes a whole step's sequences at a time.
+            config.train.micro_batch_size * (config.micro_batches if mesh.pp.size > 1 else 1),
             mesh.dp,
             mesh.device,
         )
@@ -153,24 +158,36 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
 
 
-def build_model(config: TrainConfig, mesh: Mesh) -> Decoder:
+def build_model(config: TrainConfig, mesh: Mesh) -> Decoder | PipelinedDecoder:
     """This rank's share of the model, initialised from the seed alone."""
-    dtype = DTYPES[config.train.precision]
+    parallel, dtype = config.parallel, DTYPES[config.train.precision]
+    queue: WeightGradQueue | None = None
+    if mesh.pp.size > 1 and parallel.pipeline_schedule in ZERO_BUBBLE:
+        queue = HeldWeightGrads()
+    elif parallel.overlap == "weight_grads" and mesh.tp.size > 1:
+        queue = WeightGradQueue()
     # Where ZeRO divides the parameters, only this rank's share is ever allocated.
     sharded = mesh.shards.size > 1
-    with torch.device("meta") if sharded else mesh.device:
-        model = Decoder(
+
+    def build(layers: range | None = None) -> Decoder:
+        return Decoder(
             config.model,
-            config.parallel,
+            parallel,
             mesh.tp,
             dtype=dtype,
             seed=config.train.seed,
             recompute=config.train.recompute,
             compile=config.train.compile,
-            queue=WeightGradQueue() if config.parallel.overlap == "weight_grads" and mesh.tp.size > 1 else None,
+            queue=queue,
+            layers=layers,
         )
-    if sharded:
-        shard(model, model.blocks, mesh, config.parallel.zero, dtype=dtype, entries=["loss"], queue=model.queue)
+
+    with torch.device("meta") if sharded else mesh.device:
+        model = PipelinedDecoder(config, mesh, build, queue) if mesh.pp.size > 1 else build()
+    if sharded and isinstance(model, PipelinedDecoder):
+        model.shard(mesh)
+    elif sharded:
+        shard(model, cast(nn.ModuleList, model.blocks), mesh, parallel.zero, dtype=dtype, entry="loss", queue=queue)
     initialize(model, config.train.seed, mesh.tp)
     return model
 
@@ -180,7 +197,7 @@ def restore(
     mesh: Mesh,
     run: RunDirectory,
     dataset: Dataset,
-    model: Decoder,
+    model: Decoder | PipelinedDecoder,
     optimizer: torch.optim.Optimizer,
 ) -> int:
     """Loads what the run starts from, and returns how many steps that has taken."""
@@ -201,7 +218,9 @@ def restore(
         return step
     if config.run.init_from is not None:
         checkpoint = _open(config.run.init_from, config, mesh)
-        load_weights(checkpoint, model, mesh.tp, cast=True)
+        with torch.device("meta"):
+            whole = None if isinstance(model, Decoder) else Decoder(config.model)
+        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole)
         logger.info("starting from the weights of %s", checkpoint.path)
     return 0
 
@@ -217,8 +236,29 @@ def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
     return checkpoint
 
 
+def forward_backward(model: Decoder | PipelinedDecoder, batch: Batch, mesh: Mesh, zero: int = 0) -> torch.Tensor:
+    """Adds this rank's gradients of the mean loss, and returns its share of that loss in fp64."""
+    micro_batches = batch.micro_batches
+    if isinstance(model, PipelinedDecoder):
+        inputs, labels = (
+            torch.cat(side) for side in zip(*((m.input_ids, m.labels) for m in micro_batches), strict=True)
+        )
+        return model.forward_backward(inputs, labels, [s for m in micro_batches for s in m.samples], batch.tokens)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for micro in micro_batches:
+        if mesh.shards.size > 1:
+            begin_micro_batch(model, zero, last=micro is micro_batches[-1])
+        # Divided by the global count before backward, so that gradients are only ever summed.
+        loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
+        loss.backward()
+        if model.queue is not None:
+            model.queue.flush()
+        total += loss.detach()
+    return total
+
+
 def update(
-    model: Decoder,
+    model: Decoder | PipelinedDecoder,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     lr: float,
@@ -233,21 +273,11 @@ def update(
     Raises:
         NumericsError: one of them is not finite; the weights are untouched. All ranks see the same numbers.
     """
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    sharded = mesh.shards.size > 1
-    for micro in batch.micro_batches:
-        if sharded:
-            begin_micro_batch(model, zero, last=micro is batch.micro_batches[-1])
-        # Divided by the global count before backward, so that gradients are only ever summed.
-        loss = model.loss(micro.input_ids, micro.labels, micro.samples) / batch.tokens
-        loss.backward()
-        if model.queue is not None:
-            model.queue.flush()
-        total += loss.detach()
-    if not sharded:
+    total = forward_backward(model, batch, mesh, zero)
+    if mesh.shards.size == 1:
         sum_gradients(model.parameters(), mesh.dp)
-    norm = gradient_norm(model, mesh.tp, mesh.shards)
-    loss_value, norm_value = all_reduce(total, mesh.dp).item(), norm.item()
+    norm = gradient_norm(model, mesh.tp, mesh.shards, mesh.pp)
+    loss_value, norm_value = all_reduce(all_reduce(total, mesh.dp), mesh.pp).item(), norm.item()
     for name, value in (("loss", loss_value), ("grad_norm", norm_value)):
         if not math.isfinite(value):
             raise NumericsError(
