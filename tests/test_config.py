@@ -336,7 +336,6 @@ def test_exact_steps_are_for_loro_only() -> None:
         ("optimizer.name", "loro"),
         ("schedule.name", "jagged_cosine"),
         ("parallel.pp", 2),
-        ("checkpoint.asynchronous", True),
         ("logging.wandb", True),
         ("logging.trackio", True),
     ],

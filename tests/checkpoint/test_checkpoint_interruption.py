@@ -14,7 +14,7 @@ import torch
 from boost.checkpoint import shards, store
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import list_checkpoints, open_checkpoint, save
-from boost.errors import EnvironmentFailure, UserError
+from boost.errors import EnvironmentFailure, PeerFailure, UserError
 
 
 class Kill(BaseException):
@@ -136,7 +136,7 @@ def test_one_failing_rank_makes_no_other_wait(kit, root, monkeypatch, phase):
 
     monkeypatch.setattr(store, phase, failing)
     results = kit.save_all(root, 3, {("parameter", "x"): torch.zeros(9)}, (3,), 3)
-    assert [type(result) for result in results] == [EnvironmentFailure, RuntimeError, EnvironmentFailure]
+    assert [type(result) for result in results] == [PeerFailure, RuntimeError, PeerFailure]
     assert "rank 1" in str(results[0])
     assert os.listdir(root) == []
 
