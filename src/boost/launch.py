@@ -29,6 +29,7 @@ _CHILD = "BOOST_LOCAL_RANK"
 _TIMED_OUT = ("timed out", "Timed out", "timeout caused pair closure")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", *_TIMED_OUT)
 _LOST = "lost contact with another rank"
+_DIED = "was killed or crashed"
 
 
 class RunFailed(BoostError):
@@ -112,6 +113,9 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         if presence is not None:
             presence.leave()
     except BaseException as error:
+        if presence is not None:
+            # The launcher ends the survivors of a failure at once; they are leaving, and have something to say first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         failure = _as_failure(error)
         if presence is not None and isinstance(failure, PeerFailure):
             failure = _name_the_lost(presence, failure, config.parallel.timeout_seconds / 5)
@@ -153,7 +157,7 @@ def _as_failure(error: BaseException) -> BoostError:
 def _name_the_lost(presence: Presence, failure: PeerFailure, patience: float) -> PeerFailure:
     """The failure with the ranks that caused it, if they are dead or stuck; the others give their own account."""
     presence.report()
-    lost, what = presence.gone(), "was killed or crashed"
+    lost, what = presence.gone(), _DIED
     if not lost and any(sign in str(failure) for sign in _TIMED_OUT):
         lost, what = presence.silent(patience), "is stuck: it did not reach a collective in time"
     if not lost:
@@ -210,7 +214,7 @@ def _launch_local(config: TrainConfig, run: RunDirectory) -> None:
 
 
 def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
-    """Runs Python with these arguments once per rank; returns the exit codes of ranks that failed, first ones first."""
+    """Runs Python with these arguments once per rank; returns the exit codes of ranks that failed."""
     # torch's launcher passes a signal on and then waits this long for the ranks to save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -233,9 +237,7 @@ def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
     try:
         elastic_launch(launch, sys.executable)(*arguments)
     except ChildFailedError as error:
-        # A peer may notice a death within the same second.
-        order = sorted(error.failures.items(), key=lambda item: (item[1].timestamp, item[1].exitcode))
-        return {rank: failure.exitcode for rank, failure in order}
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException:
         pass  # passed on to the ranks, whose status says how they ended
     finally:
@@ -246,19 +248,14 @@ def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
 def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
     """Raises what ended a launched run, unless it is done: the ranks' own account, or the signal that killed one."""
     status = run.read_status()
-    told = (
-        status is not None
-        and _LOST not in str(status["cause"])
-        and (not ended or status["exit_code"] in ended.values())
-    )
+    told = status is not None and not any(sign in str(status["cause"]) for sign in (_LOST, _DIED))
     # The launcher itself ends the ranks that survive a failure, with SIGTERM and after a while with SIGKILL: where a
-    # rank gave its own account and exited with its code, signals to others say nothing of the cause. But a rank that
-    # was killed before any other ended is the cause, and its signal is known here alone.
-    signals = {rank: -code for rank, code in ended.items() if code < 0}
-    killed = {rank: number for rank, number in signals.items() if number != signal.SIGTERM}
-    if status is None or not told or next(iter(ended), None) in killed:
-        if signals:
-            rank, number = next(iter((killed or signals).items()))
+    # rank gave its own account and exited with its code, signals to others say nothing of the cause.
+    if status is None or not (told and (not ended or status["exit_code"] in ended.values())):
+        killed = {rank: -code for rank, code in ended.items() if code < 0}
+        first = {rank: number for rank, number in killed.items() if number != signal.SIGTERM} or killed
+        if first:
+            rank, number = min(first.items())
             name = signal.Signals(number).name
             status = {
                 "exit_code": ENVIRONMENT,
