@@ -150,6 +150,19 @@ def test_space_is_checked_before_writing(root, monkeypatch):
     assert os.listdir(root) == []
 
 
+def test_the_space_for_all_ranks_is_checked(kit, root, monkeypatch):
+    """Each rank's part would fit, all of them together do not."""
+    tensors = {("parameter", "x"): torch.zeros(300)}
+    kit.save_all(root, 1, tensors, (3,), 3)
+    free = shutil.disk_usage(root)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    results = kit.save_all(root, 2, tensors, (3,), 3)
+    for result in results:
+        assert isinstance(result, EnvironmentFailure) and not isinstance(result, PeerFailure)
+        assert "no space to save (expected 1200 bytes, got 1000 bytes free)" in str(result)
+    assert os.listdir(root) == ["step-1"]
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
