@@ -41,6 +41,7 @@ from boost.errors import EnvironmentFailure, PeerFailure, UserError
 
 __all__ = ["Checkpoint", "Slice", "latest", "list_checkpoints", "open_checkpoint", "save"]
 
+_ROOM = "room.json"
 _PLAN = "plan.json"
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def save(
         _sweep(root)  # before all else: what a killed run left must not pass for this save's work
         extra.update({check_file_name(name): data for name, data in (files or {}).items()})
         for name in extra:
-            if name in (STATE, MANIFEST, _PLAN) or re.match(r"(tensors|size|part|hash)-", name):
+            if name in (STATE, MANIFEST, _ROOM, _PLAN) or re.match(r"(tensors|size|part|hash)-", name):
                 raise ValueError(f"{name!r} is the name of one of the checkpoint's own files")
         extra[STATE] = _encode_state(state)
         _make_room(final)
@@ -140,7 +141,8 @@ def save(
 
     together(prepare, everyone=False)
     together(announce)
-    together(lambda: _check_space(partial, world))
+    together(lambda: _check_space(partial, world), everyone=False)
+    agree(partial / _ROOM)
     together(lambda: _write_part(partial, pieces, rank))
     together(lambda: _write_plan(partial, final, world), everyone=False)
     agree(partial / _PLAN)
@@ -194,6 +196,7 @@ def _check_space(partial: Path, world: int) -> None:
             got=f"{free} bytes free",
             hint="older checkpoints are untouched; free some space, or lower checkpoint.keep",
         )
+    write_file(partial / _ROOM, to_json(needed))
 
 
 def _from_every_rank(partial: Path, name: str, world: int, otherwise: str) -> Iterator[Any]:
