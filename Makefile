@@ -17,9 +17,10 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.tests
 	$(BIN)/python -m pytest tests
 
-# The full product of layouts and options, where `make test` runs a covering set.
+# The full product of layouts and options, where `make test` runs a covering set; and many more kills.
 parity: $(VENV)/.tests
-	BOOST_FULL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_layout_parity.py tests/distributed/test_pipeline.py
+	BOOST_FULL_PARITY=1 $(BIN)/python -m pytest $(addprefix tests/distributed/test_, \
+		layout_parity.py zero.py pipeline.py compile.py) tests/test_elasticity.py
 
 check: lint
 	$(BIN)/python -m pytest tests --ignore=tests/distributed -m "not slow" -x

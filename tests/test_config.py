@@ -335,7 +335,6 @@ def test_exact_steps_are_for_loro_only() -> None:
         ("optimizer.name", "muon"),
         ("optimizer.name", "loro"),
         ("schedule.name", "jagged_cosine"),
-        ("checkpoint.asynchronous", True),
         ("logging.wandb", True),
         ("logging.trackio", True),
     ],

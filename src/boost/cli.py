@@ -47,6 +47,32 @@ def train(
     run(resolved)
 
 
+@app.command()
+def slurm(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines; the ranks are shared evenly.")] = 1,
+    time: Annotated[str | None, typer.Option(help="Time limit, e.g. 24:00:00; default: the partition's.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Default: the cluster's.")] = None,
+    account: Annotated[str | None, typer.Option(help="Default: yours.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: standard output.")] = None,
+) -> None:
+    """Write a Slurm batch script that trains, and goes on by itself after the time limit."""
+    from boost.config import TrainConfig
+    from boost.slurm import batch_script
+
+    resolved = TrainConfig.load(config, overrides or [])
+    arguments = [config, *(overrides or [])]
+    script = batch_script(resolved, arguments, nodes, time=time, partition=partition, account=account)
+    if output is None:
+        typer.echo(script, nl=False)
+        return
+    try:
+        output.write_text(script)
+    except OSError as error:
+        raise UserError(str(output), f"cannot be written: {error.strerror}") from error
+
+
 @data_app.command("prepare")
 def data_prepare(
     inputs: Annotated[list[str], typer.Argument(help="Text, JSONL, Parquet, compressed or not; folders; hf:NAME.")],

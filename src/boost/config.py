@@ -215,7 +215,9 @@ class ParallelSection(_Section):
         default="1f1b", description="order of micro-batches in the pipeline; no effect with pp = 1"
     )
     timeout_seconds: Size = Field(
-        default=600, description="seconds until a collective that some rank does not reach fails"
+        default=120,
+        description="seconds until a collective that some rank does not reach fails; "
+        "five times as many while starting, in the first step and while saving",
     )
 
     @property
@@ -633,7 +635,6 @@ NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.crossing": ("none",),
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "linear", "constant"),
-    "checkpoint.asynchronous": (False,),
     "logging.wandb": (False,),
     "logging.trackio": (False,),
 }

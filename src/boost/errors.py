@@ -42,6 +42,10 @@ class EnvironmentFailure(UserError):
     exit_code = ENVIRONMENT
 
 
+class PeerFailure(EnvironmentFailure):
+    """This rank only learned that another one failed; that one knows why."""
+
+
 class NumericsError(UserError):
     """A loss or a gradient is not finite."""
 

@@ -1,8 +1,8 @@
 """Starting a run: in this process, as local ranks through torch's launcher, or as one rank of a given environment.
 
 Every end of a run leaves status.json and raises or returns an exit code from `boost.errors`. No failure ends in a hang:
-a failing rank exits at once, torch's launcher ends the others on its machine, and elsewhere they lose their connection
-(gloo) or reach `parallel.timeout_seconds` (NCCL).
+a failing rank exits, torch's launcher ends the others on its machine, and elsewhere they lose their connection (gloo)
+or reach `parallel.timeout_seconds` (NCCL, and any rank that waits for one that is stuck).
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from boost.errors import ENVIRONMENT, PREEMPTED, BoostError, EnvironmentFailure, Preempted
+from boost.errors import ENVIRONMENT, PREEMPTED, BoostError, EnvironmentFailure, PeerFailure, Preempted
 
 if TYPE_CHECKING:
     from boost.config import TrainConfig
+    from boost.training.presence import Presence
     from boost.training.run_directory import RunDirectory
 
 logger = logging.getLogger("boost")
 
 # Set for ranks that `_launch_local` starts: it holds the lock and speaks for them on standard error.
 _CHILD = "BOOST_LOCAL_RANK"
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "timed out", "Timed out", "Broken pipe")
+_TIMED_OUT = ("timed out", "Timed out", "timeout caused pair closure")
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", *_TIMED_OUT)
 _LOST = "lost contact with another rank"
+_DIED = "was killed or crashed"
 
 
 class RunFailed(BoostError):
@@ -75,6 +78,7 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     from boost.parallel import mesh as meshes
     from boost.training.console import console_handler
     from boost.training.loop import train as run_loop
+    from boost.training.presence import Presence
     from boost.training.signals import StopRequest
 
     rank, world = int(os.environ.get("RANK", "0")), _world_size(config)
@@ -88,6 +92,9 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     logger.propagate = False
     if _CHILD in os.environ:
         _die_with_parent()
+    if rank == 0 and meshes.restarts_share_a_store():
+        logger.warning("restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
+    presence = Presence(run.path / ".ranks", rank, world) if world > 1 else None
     try:
         with StopRequest() as stop:
             device = meshes.choose_device(config.train.device)
@@ -103,11 +110,19 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
             if rank == 0:
                 run.write_status("done", 0, "")
             meshes.stop()
+        if presence is not None:
+            presence.leave()
     except BaseException as error:
+        if presence is not None:
+            # The launcher ends the survivors of a failure at once; they are leaving, and have something to say first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         failure = _as_failure(error)
+        if presence is not None and isinstance(failure, PeerFailure):
+            failure = _name_the_lost(presence, failure, config.parallel.timeout_seconds / 5)
         _record_failure(run, rank, failure, error)
-        if world == 1:
+        if presence is None:
             raise failure from error
+        presence.report()
         # Peers may wait in a collective: leaving at once is what tells them, and no teardown can hang.
         if _CHILD not in os.environ:
             print(f"error: {failure}", file=sys.stderr, flush=True)
@@ -133,14 +148,22 @@ def _as_failure(error: BaseException) -> BoostError:
     if isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
     ):
-        return _LostPeer("parallel", f"{_LOST}: {text[:200]}")
+        return PeerFailure("parallel", f"{_LOST}: {text[:200]}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return EnvironmentFailure("train.micro_batch_size", f"out of memory: {text[:200]}", hint="lower it")
     return EnvironmentFailure("run", f"unexpected {type(error).__name__}: {text[:300]}", hint="see log.txt in run.dir")
 
 
-class _LostPeer(EnvironmentFailure):
-    """This rank only saw another one vanish; that one knows why."""
+def _name_the_lost(presence: Presence, failure: PeerFailure, patience: float) -> PeerFailure:
+    """The failure with the ranks that caused it, if they are dead or stuck; the others give their own account."""
+    presence.report()
+    lost, what = presence.gone(), _DIED
+    if not lost and any(sign in str(failure) for sign in _TIMED_OUT):
+        lost, what = presence.silent(patience), "is stuck: it did not reach a collective in time"
+    if not lost:
+        return failure
+    who = f"rank {lost[0]}" if len(lost) == 1 else f"each of ranks {', '.join(map(str, lost))}"
+    return PeerFailure(who, what, hint="the same command goes on from the last checkpoint")
 
 
 def _record_failure(run: RunDirectory, rank: int, failure: BoostError, error: BaseException) -> None:
@@ -149,7 +172,7 @@ def _record_failure(run: RunDirectory, rank: int, failure: BoostError, error: Ba
         if not isinstance(failure, Preempted):
             run.append_log(f"rank {rank}: {''.join(traceback.format_exception(error))}")
         status = "preempted" if isinstance(failure, Preempted) else "failed"
-        if isinstance(failure, _LostPeer):
+        if isinstance(failure, PeerFailure):
             run.write_status_unless_written(status, failure.exit_code, str(failure))
         elif rank == 0 or not isinstance(failure, Preempted):
             run.write_status(status, failure.exit_code, str(failure))
@@ -225,7 +248,7 @@ def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
 def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
     """Raises what ended a launched run, unless it is done: the ranks' own account, or the signal that killed one."""
     status = run.read_status()
-    told = status is not None and _LOST not in str(status["cause"])
+    told = status is not None and not any(sign in str(status["cause"]) for sign in (_LOST, _DIED))
     # The launcher itself ends the ranks that survive a failure, with SIGTERM and after a while with SIGKILL: where a
     # rank gave its own account and exited with its code, signals to others say nothing of the cause.
     if status is None or not (told and (not ended or status["exit_code"] in ended.values())):

@@ -14,7 +14,7 @@ import torch
 from boost.checkpoint import shards, store
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import list_checkpoints, open_checkpoint, save
-from boost.errors import EnvironmentFailure, UserError
+from boost.errors import EnvironmentFailure, PeerFailure, UserError
 
 
 class Kill(BaseException):
@@ -136,7 +136,7 @@ def test_one_failing_rank_makes_no_other_wait(kit, root, monkeypatch, phase):
 
     monkeypatch.setattr(store, phase, failing)
     results = kit.save_all(root, 3, {("parameter", "x"): torch.zeros(9)}, (3,), 3)
-    assert [type(result) for result in results] == [EnvironmentFailure, RuntimeError, EnvironmentFailure]
+    assert [type(result) for result in results] == [PeerFailure, RuntimeError, PeerFailure]
     assert "rank 1" in str(results[0])
     assert os.listdir(root) == []
 
@@ -148,6 +148,18 @@ def test_space_is_checked_before_writing(root, monkeypatch):
     with pytest.raises(EnvironmentFailure, match=r"step-7.*no space.*expected 2000 bytes, got 1000 bytes free"):
         save(root, 7, slices, {})
     assert os.listdir(root) == []
+
+
+def test_the_space_for_all_ranks_is_checked(kit, root, monkeypatch):
+    """Each rank's part would fit, all of them together do not."""
+    tensors = {("parameter", "x"): torch.zeros(300)}
+    kit.save_all(root, 1, tensors, (3,), 3)
+    free = shutil.disk_usage(root)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    results = kit.save_all(root, 2, tensors, (3,), 3)
+    assert [type(result) for result in results] == [EnvironmentFailure, PeerFailure, PeerFailure]
+    assert "no space to save (expected 1200 bytes, got 1000 bytes free)" in str(results[0])
+    assert os.listdir(root) == ["step-1"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from boost.errors import UserError
 from boost.parallel.collectives import same_on_all_ranks
-from boost.parallel.mesh import Mesh, build, start
+from boost.parallel.mesh import Mesh, build, restarts_share_a_store, shorten_timeouts, start
 from tests.distributed.harness import run_ranks
 
 
@@ -60,6 +60,41 @@ def test_the_timeout_reaches_every_group() -> None:
     seconds, message = run_ranks(2, _hang)[0]
     assert message
     assert 1.5 < seconds < 10
+
+
+def _hang_after_the_first_step(mesh: Mesh) -> list[float]:
+    """Rank 1 never joins a collective on groups whose timeout was shortened. The world's stays: the test needs it."""
+    groups = [build(1, 1, 2, mesh.device, timeout_seconds=60).tp, build(1, 2, 1, mesh.device, timeout_seconds=60).dp]
+    dist.all_reduce(torch.zeros(1), group=groups[0].process_group)
+    shorten_timeouts(Mesh(tp=groups[0], dp=groups[1]), 1)
+    waited = []
+    for group in groups if mesh.world.rank == 0 else ():
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.zeros(1), group=group.process_group)
+        waited.append(time.monotonic() - began)
+    if mesh.world.rank == 1:
+        time.sleep(4)
+    return waited
+
+
+def test_timeouts_can_be_shortened() -> None:
+    waited = run_ranks(2, _hang_after_the_first_step)[0]
+    assert len(waited) == 2 and all(0.5 < seconds < 3 for seconds in waited)
+
+
+def test_which_restarts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not restarts_share_a_store()
+    for name, value in {
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        assert not restarts_share_a_store()
+        monkeypatch.setenv(name, value)
+    assert restarts_share_a_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # what TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 does
+    assert not restarts_share_a_store()
 
 
 def _agree(mesh: Mesh) -> tuple[bool, bool]:

@@ -29,6 +29,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(dataset: Path, tmp_path: Path) -> dict[str, Any]:
     """A tiny fp64 run of 6 steps in tmp_path/run, as nested sections."""
+    return tiny_settings(dataset, tmp_path / "run")
+
+
+def tiny_settings(dataset: Path, run: Path) -> dict[str, Any]:
+    """A tiny fp64 run of 6 steps, as nested sections."""
     return {
         "model": {
             "hidden_size": 32,
@@ -50,7 +55,7 @@ def settings(dataset: Path, tmp_path: Path) -> dict[str, Any]:
             "device": "cpu",
         },
         "checkpoint": {"every": 0},
-        "run": {"dir": str(tmp_path / "run")},
+        "run": {"dir": str(run)},
         "logging": {"tensorboard": False, "plots": False},
     }
 

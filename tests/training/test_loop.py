@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from boost.checkpoint.saver import Saver
 from boost.checkpoint.store import open_checkpoint
 from boost.config import TrainConfig
 from boost.data.prepare import prepare
@@ -188,7 +189,7 @@ def _saved_again(mesh: Mesh, config: TrainConfig, source: str, target: Path) -> 
     model = build_model(config, mesh)
     optimizer = build_adamw(model, config.optimizer)
     step = load_state(open_checkpoint(source), model, optimizer, mesh.tp)
-    save_state(target, step, model, optimizer, config, mesh, "", b"")
+    save_state(Saver(mesh.world, asynchronous=False), target, step, model, optimizer, config, mesh, "", b"")
 
 
 def test_every_layout_saves_what_it_loads(settings: Settings, tmp_path: Path) -> None:

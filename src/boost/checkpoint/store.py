@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -37,10 +37,11 @@ from boost.checkpoint.manifest import (
 from boost.checkpoint.reading import STATE, Checkpoint, latest, list_checkpoints, open_checkpoint
 from boost.checkpoint.shards import ShardReader, sync_directory, write_file, write_shard
 from boost.checkpoint.slices import DTYPES, Piece, Slice, check_cover, raw_bytes
-from boost.errors import EnvironmentFailure, UserError
+from boost.errors import EnvironmentFailure, PeerFailure, UserError
 
 __all__ = ["Checkpoint", "Slice", "latest", "list_checkpoints", "open_checkpoint", "save"]
 
+_ROOM = "room.json"
 _PLAN = "plan.json"
 _log = logging.getLogger(__name__)
 
@@ -105,9 +106,7 @@ def save(
         # All ranks look for one file that rank 0 writes only if nobody failed, so all go on or all stop.
         nonlocal failure
         if failure is None and not evidence.exists():
-            failure = EnvironmentFailure(
-                str(partial), "another rank could not save its part", hint="its own message says why"
-            )
+            failure = PeerFailure(str(partial), "another rank could not save its part", hint="its own message says why")
         if failure is not None:
             if rank == 0 and not root.is_symlink():
                 with suppress(OSError):  # the failure says more, and the next save tries again
@@ -120,18 +119,20 @@ def save(
         _sweep(root)  # before all else: what a killed run left must not pass for this save's work
         extra.update({check_file_name(name): data for name, data in (files or {}).items()})
         for name in extra:
-            if name in (STATE, MANIFEST, _PLAN) or re.match(r"(tensors|part|hash)-", name):
+            if name in (STATE, MANIFEST, _ROOM, _PLAN) or re.match(r"(tensors|size|part|hash)-", name):
                 raise ValueError(f"{name!r} is the name of one of the checkpoint's own files")
         extra[STATE] = _encode_state(state)
         _make_room(final)
         partial.mkdir()
 
-    def write() -> None:
+    pieces: list[Slice] = []
+
+    def announce() -> None:
         nonlocal needed
         _refuse_link(root)
-        pieces = list(slices)
+        pieces.extend(slices)
         needed = sum(piece.nbytes for piece in pieces)
-        _write_part(partial, pieces, rank, needed)
+        write_file(partial / f"size-{rank:05d}.json", to_json(needed))
 
     def hash_share() -> None:
         nonlocal existing
@@ -139,7 +140,10 @@ def save(
         _hash_share(partial, rank, world)
 
     together(prepare, everyone=False)
-    together(write)
+    together(announce)
+    together(lambda: _check_space(partial, world), everyone=False)
+    agree(partial / _ROOM)
+    together(lambda: _write_part(partial, pieces, rank))
     together(lambda: _write_plan(partial, final, world), everyone=False)
     agree(partial / _PLAN)
     together(hash_share)
@@ -180,10 +184,31 @@ def _make_room(final: Path) -> None:
         os.rename(final, aside)
 
 
-def _write_part(partial: Path, pieces: list[Slice], rank: int, needed: int) -> None:
+def _check_space(partial: Path, world: int) -> None:
+    """Compares what all ranks are about to write with the space there is: half a checkpoint helps nobody."""
+    needed = sum(_from_every_rank(partial, "size", world, "could not save, or has run.dir on another file system"))
     free = shutil.disk_usage(partial).free
     if needed > free:
-        raise EnvironmentFailure(str(partial), "no space to save", expected=f"{needed} bytes", got=f"{free} bytes free")
+        raise EnvironmentFailure(
+            str(partial),
+            "no space to save",
+            expected=f"{needed} bytes",
+            got=f"{free} bytes free",
+            hint="older checkpoints are untouched; free some space, or lower checkpoint.keep",
+        )
+    write_file(partial / _ROOM, to_json(needed))
+
+
+def _from_every_rank(partial: Path, name: str, world: int, otherwise: str) -> Iterator[Any]:
+    """What each rank left in a file of its own."""
+    for rank in range(world):
+        path = partial / f"{name}-{rank:05d}.json"
+        if not path.exists():
+            raise PeerFailure(str(path), f"rank {rank} {otherwise}")
+        yield parse_json(read_bytes(path), path)
+
+
+def _write_part(partial: Path, pieces: list[Slice], rank: int) -> None:
     for piece in pieces:
         check_name(piece.name), check_name(piece.kind)
     full = [piece for piece in pieces if piece.nbytes]
@@ -207,11 +232,7 @@ def _write_plan(partial: Path, final: Path, world: int) -> None:
     files: dict[str, Any] = {}
     pieces: dict[tuple[str, str], list[Piece]] = {}
     forms: dict[tuple[str, str], tuple[list[int], str]] = {}
-    for rank in range(world):
-        path = partial / f"part-{rank:05d}.json"
-        if not path.exists():
-            raise EnvironmentFailure(str(path), f"rank {rank} could not save, or has run.dir on another file system")
-        part = parse_json(read_bytes(path), path)
+    for rank, part in enumerate(_from_every_rank(partial, "part", world, "could not save its part")):
         files |= part["file"]
         for name, kind, shape, dtype, offsets, extent, key in part["slices"]:
             form = forms.setdefault((name, kind), (shape, dtype))
@@ -264,11 +285,7 @@ def _hash_share(partial: Path, rank: int, world: int) -> None:
 
 def _read_hashes(partial: Path, world: int) -> tuple[list[TensorEntry], dict[str, FileEntry]]:
     tensors, files = _read_plan(partial)
-    for rank in range(world):
-        path = partial / f"hash-{rank:05d}.json"
-        if not path.exists():
-            raise EnvironmentFailure(str(path), f"rank {rank} could not read back what was saved")
-        hashes = parse_json(read_bytes(path), path)
+    for rank, hashes in enumerate(_from_every_rank(partial, "hash", world, "could not read back what was saved")):
         tensors[rank::world] = [
             dataclasses.replace(entry, sha256=sha256)
             for entry, sha256 in zip(tensors[rank::world], hashes, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +58,15 @@ def evaluate(
     batch_size: int,
     dp: Group | None = None,
     device: torch.device | None = None,
-) -> Evaluation:
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Predicts every token of the split exactly once, in windows of `sequence_length`.
 
     Args:
         start_id: context of the first token.
         batch_size: sequences per forward pass.
         dp: ranks that share the work; all run the same number of passes.
+        stop: asked before every pass; where it says so, to all ranks at once, there is no result.
 
     Raises:
         UserError: the split is empty.
@@ -78,7 +81,10 @@ def evaluate(
     training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
+    stopped = False
     for first in range(0, per_rank, batch_size):
+        if stopped := stop():
+            break
         windows = [
             validation_sequence(split, sequence_length, start_id, index) if index < count else empty
             for index in mine[first : first + batch_size]
@@ -88,5 +94,7 @@ def evaluate(
         totals[1] += (labels != IGNORE).sum()
     release(model)
     model.train(training)
+    if stopped:
+        return None
     nats, tokens = all_reduce(totals, dp).tolist()
     return Evaluation(nats / tokens, nats / math.log(2) / split.bytes, int(tokens))

@@ -6,13 +6,19 @@ Every function that communicates takes the `Group` it acts on as an argument; th
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from boost.errors import UserError
+
+# Starting, the first step (compilation, first connections) and saving (disks) may take so many times as long as the
+# configured timeout; a collective of any later step may not.
+PATIENCE = 5
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ def choose_device(device: str) -> torch.device:
 def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1) -> Mesh:
     """Joins the process group that the environment describes (RANK, WORLD_SIZE, ...) and builds the mesh.
 
+    Collectives wait `PATIENCE` times as long as the timeout, until `shorten_timeouts`.
+
     Args:
         shards: how many neighbouring dp ranks share what ZeRO divides.
 
@@ -92,12 +100,37 @@ def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=PATIENCE * timeout_seconds)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         # gloo stays beside NCCL for the small host-side agreements of each step.
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
+        store=PrefixStore(f"attempt-{_attempt()}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
-    return build(pp, dp, tp, device, timeout_seconds, shards)
+    return build(pp, dp, tp, device, PATIENCE * timeout_seconds, shards)
+
+
+def _attempt() -> int:
+    """How often torchrun has restarted this rank, where that is the same number for all ranks.
+
+    torchrun hands restarted ranks the store of the dead ones, whose addresses they would take for each other's. On one
+    machine a prefix keeps them apart; on several the agents count differently, and only torchrun can give a new store.
+    """
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return 0
+
+
+def restarts_share_a_store() -> bool:
+    """Whether this rank was started by a torchrun on several machines whose restarts cannot find each other."""
+    return (
+        os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
 
 
 def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1) -> Mesh:
@@ -124,6 +157,25 @@ def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         return replace(mesh, shards=mesh.dp)
     divided = ranks_pdt.unflatten(1, (dp // shards, shards))
     return replace(mesh, replicas=along(1, divided), shards=along(2, divided))
+
+
+def shorten_timeouts(mesh: Mesh, timeout_seconds: float) -> None:
+    """From here on a collective on any group of the mesh fails after so many seconds."""
+    for item in fields(mesh):
+        group = getattr(mesh, item.name)
+        if isinstance(group, Group) and group.process_group is not None:
+            group.process_group.set_timeout(timedelta(seconds=timeout_seconds))
+
+
+def separate_group(group: Group, timeout_seconds: float) -> Group:
+    """The same ranks in a group of their own on the host (gloo), where a thread can meet while others communicate.
+
+    Every rank of the world calls it, with the world as the group.
+    """
+    if group.size == 1:
+        return group
+    timeout = timedelta(seconds=timeout_seconds)
+    return Group(group.rank, group.size, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def stop() -> None:

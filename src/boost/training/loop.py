@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from boost.checkpoint.saver import Saver
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
 from boost.checkpoint.weights import load_weights
 from boost.config import ZERO_BUBBLE, TrainConfig
@@ -22,7 +23,7 @@ from boost.model.decoder import Decoder
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import PATIENCE, Mesh, separate_group, shorten_timeouts
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import initialize
 from boost.parallel.zero import begin_micro_batch, shard
@@ -44,8 +45,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest | None = None) -> None:
     """Trains to `train.steps`, resuming from the newest complete checkpoint of the run directory.
 
-    Every rank of the mesh calls it. Before every step all ranks look together whether one was asked to stop. Rank 0
-    owns the run directory's files; checkpoints are written by all ranks.
+    Every rank of the mesh calls it. Before every step, and between the batches of a validation, all ranks look together
+    whether one was asked to stop. Rank 0 owns the run directory's files; checkpoints are written by all ranks.
 
     Raises:
         UserError: configuration, data or checkpoint do not go together.
@@ -73,11 +74,15 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
     )
 
+    patient = separate_group(mesh.world, PATIENCE * config.parallel.timeout_seconds)
+    saver = Saver(patient, asynchronous=config.checkpoint.asynchronous)
+
     def save(step: int) -> None:
-        began = time.perf_counter()
         tokenizer = dataset.tokenizer_file.read_bytes()
-        path = save_state(run.checkpoints, step, model, optimizer, config, mesh, dataset.fingerprint, tokenizer)
-        logger.info("saved %s in %.1f s", path, time.perf_counter() - began)
+        save_state(saver, run.checkpoints, step, model, optimizer, config, mesh, dataset.fingerprint, tokenizer)
+
+    def asked_to_stop() -> bool:
+        return any_rank(stop.requested, mesh.world)
 
     def validate(step: int) -> Evaluation | None:
         if config.train.validate_every == 0 or dataset.validation is None:
@@ -92,16 +97,18 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             config.train.micro_batch_size * (config.micro_batches if mesh.pp.size > 1 else 1),
             mesh.dp,
             mesh.device,
+            asked_to_stop,
         )
-        logger.info("validation after step %d: %s (%.1f s)", step, result, time.perf_counter() - began)
+        outcome = "broken off, for the run was asked to stop" if result is None else result
+        logger.info("validation after step %d: %s (%.1f s)", step, outcome, time.perf_counter() - began)
         return result
 
     saved_at: int | None = start if start > 0 else None
     step = start
-    with Progress(config.train.steps, start, enabled=main) as progress:
-        before_first = validate(0) if start == 0 and not any_rank(stop.requested, mesh.world) else None
+    with Progress(config.train.steps, start, enabled=main) as progress, saver:
+        before_first = validate(0) if start == 0 and not asked_to_stop() else None
         for batch in batches.iterate(start, config.train.steps, mesh.device):
-            if any_rank(stop.requested, mesh.world):
+            if any_rank(stop.requested or saver.failed, mesh.world):
                 break
             began = time.perf_counter()
             lr = config.optimizer.lr * lr_multiplier(config.schedule, step, config.train.steps)
@@ -109,6 +116,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
                 model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
             )
             step += 1
+            if step == start + 1:
+                shorten_timeouts(mesh, config.parallel.timeout_seconds)
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             seconds = time.perf_counter() - began
@@ -142,13 +151,14 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
                 saved_at = step
         if saved_at != step:
             save(step)
-        stopped = any_rank(stop.requested, mesh.world) and step < config.train.steps
+        saver.wait()
+        stopped = asked_to_stop() and step < config.train.steps
 
     if writer is not None:
         writer.close()
         for path in write_plots(run.read_metrics(), run.path / "plots") if config.logging.plots else ():
             logger.info("plot %s", path)
-    barrier(mesh.world)  # the others stay until rank 0 has written all of this: a rank that exits ends the rest
+    barrier(patient)  # the others stay until rank 0 has written all of this: a rank that exits ends the rest
     if stopped:
         raise Preempted(
             f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from boost.checkpoint.store import Checkpoint, save
+from boost.checkpoint.saver import Saver
+from boost.checkpoint.store import Checkpoint
 from boost.checkpoint.weights import parameter_slices, saved_config
 from boost.config import TrainConfig
 from boost.errors import UserError
-from boost.parallel.collectives import barrier
 from boost.parallel.mesh import Group, Mesh
 from boost.training.optimizers.adamw import MOMENTS
 
@@ -36,6 +36,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], dict[
 
 
 def save_state(
+    saver: Saver,
     root: Path,
     step: int,
     model: nn.Module,
@@ -44,22 +45,13 @@ def save_state(
     mesh: Mesh,
     fingerprint: str,
     tokenizer: bytes,
-) -> Path:
-    """Writes `root/step-{step}` from all ranks."""
+) -> None:
+    """Writes `root/step-{step}` from all ranks, or begins to."""
     # Data-parallel replicas are equal: the first writes.
     slices = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True) if mesh.replicas.rank == 0 else ()
     state = {"step": step, "optimizer_steps": step, "data_fingerprint": fingerprint}
-    return save(
-        root,
-        step,
-        slices,
-        state,
-        files={"config.yaml": config.to_yaml().encode(), "tokenizer.json": tokenizer},
-        rank=mesh.world.rank,
-        world=mesh.world.size,
-        barrier=lambda: barrier(mesh.world),
-        keep=config.checkpoint.keep,
-    )
+    files = {"config.yaml": config.to_yaml().encode(), "tokenizer.json": tokenizer}
+    saver.save(root, step, slices, state, files=files, keep=config.checkpoint.keep)
 
 
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, tp: Group) -> int:

@@ -1,0 +1,75 @@
+"""Which ranks are still there: a file per rank in the run directory, locked for as long as its process lives.
+
+When a collective fails, a rank knows only that some other one is gone or late. The kernel drops a dead process's lock,
+and a rank that notices a failure says so in its file; so those that are dead, or alive and silent, can be named, across
+machines and without a connection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_NOTICED = "failed"
+
+
+class Presence:
+    """This rank's file, and a look at the others'.
+
+    Args:
+        directory: on a file system that all ranks share; created where it does not exist.
+    """
+
+    def __init__(self, directory: Path, rank: int, world: int) -> None:
+        self.directory, self.rank, self.world = directory, rank, world
+        directory.mkdir(exist_ok=True)
+        self._file = open(directory / str(rank), "w")  # noqa: SIM115 - locked until the end of the process
+        with suppress(OSError):  # no locks on this file system: then nobody is taken for dead
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def report(self) -> None:
+        """Says that this rank has noticed a failure."""
+        self._file.seek(0)
+        self._file.write(_NOTICED)
+        self._file.flush()
+
+    def leave(self) -> None:
+        """Ends the presence of a rank that is done."""
+        (self.directory / str(self.rank)).unlink(missing_ok=True)
+        self._file.close()
+
+    def gone(self, patience: float = 0.5) -> list[int]:
+        """Ranks whose process has ended without a word; waits that long for the first, as locks drop a moment late."""
+        deadline = time.monotonic() + patience
+        while not (gone := [rank for rank in self._others() if self._dead(rank)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return gone
+
+    def silent(self, patience: float) -> list[int]:
+        """Ranks that have not noticed the failure after so many seconds, when a rank that only waits would have."""
+        deadline = time.monotonic() + patience
+        while (silent := self._others()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return silent
+
+    def _others(self) -> list[int]:
+        """Ranks that have not said that they noticed a failure."""
+        return [rank for rank in range(self.world) if rank != self.rank and not self._has_noticed(rank)]
+
+    def _has_noticed(self, rank: int) -> bool:
+        try:
+            return (self.directory / str(rank)).read_text() == _NOTICED
+        except OSError:
+            return False
+
+    def _dead(self, rank: int) -> bool:
+        try:
+            with open(self.directory / str(rank)) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # it holds its lock, or there are none here
+        return True
