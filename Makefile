@@ -19,7 +19,7 @@ test: $(VENV)/.tests
 
 # The full product of layouts and options, where `make test` runs a covering set.
 parity: $(VENV)/.tests
-	BOOST_FULL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_layout_parity.py
+	BOOST_FULL_PARITY=1 $(BIN)/python -m pytest tests/distributed/test_layout_parity.py tests/distributed/test_zero.py
 
 check: lint
 	$(BIN)/python -m pytest tests --ignore=tests/distributed -m "not slow" -x
