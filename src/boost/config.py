@@ -183,7 +183,7 @@ class ParallelSection(_Section):
         default=0,
         ge=0,
         le=3,
-        description="ZeRO stage: what data-parallel ranks share instead of repeat (no effect at dp 1)",
+        description="ZeRO stage: what data-parallel ranks share instead of repeat; no effect with dp = 1",
     )
     tensor_layout: Literal["btp", "vanilla", "vanilla_sharded_heads"] = Field(
         default="btp", description="how low-rank linears are split over tp; for dense (always Megatron) leave it out"

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -53,6 +54,10 @@ def run_ranks(
         failures: dict[int, str] = {}
         try:
             for _ in processes:
+                while results.empty():
+                    died = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
+                    assert not died or not results.empty(), f"ranks {died} died without a word"
+                    time.sleep(0.01)
                 rank, ok, value = results.get()
                 (outcomes if ok else failures)[rank] = pickle.loads(value)
                 if failures:
