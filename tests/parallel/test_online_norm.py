@@ -16,6 +16,7 @@ from boost.config import ParallelSection
 from boost.kernels.norm import divide_by_rms
 from boost.kernels.projections import norm_down
 from boost.model.blocks.bottleneck import BottleneckBlock
+from boost.model.context import Context
 from boost.parallel.collectives import pack_statistic, unpack_statistic
 from boost.parallel.mesh import Group, Mesh
 from boost.parallel.sharding import described
@@ -224,7 +225,8 @@ def run_block(mesh: Mesh) -> dict[str, dict[str, float]]:
                             start = part.offsets(parameter, tp)[-1]
                             share.copy_(whole.narrow(-1, start, share.shape[-1]))
                 shard = x.chunk(tp.size, dim=-1)[tp.rank]
-                (partial,) = block.norm_and_down(shard, block.attention_norm, block.qkv)
+                context = Context(1, len(shard), torch.empty(0), torch.empty(0))
+                _, (partial,) = block.chunk_qkv(shard, (), context)
                 z = block.bridge(partial)
             assert z.dtype == ROUNDED
             # q, k, v have the same A here, but gloo may sum different parts of a payload in different orders.
