@@ -25,7 +25,7 @@ from tests.training.runs import losses, metrics, run, state_hash
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"parallel__tp": 2, "parallel__dp": 2, "parallel__zero": 3}], ids=str)
 def test_three_saves_behind_the_training(settings: dict[str, Any], tmp_path: Path, layout: dict[str, Any]) -> None:
     common = {**layout, "train__steps": 3, "checkpoint__every": 1, "checkpoint__keep": 0}
     runs = [
