@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def _memory(mesh: Mesh, root: Path) -> tuple[int, int, int]:
     with Saver(group, asynchronous=True) as saver:
         put(saver, root, 1, held)
         saver.wait()
-    del saver
-    gc.collect()
+    deadline = time.monotonic() + 10
+    while _live_bytes(known) and time.monotonic() < deadline:  # the thread lets go a moment after it is done
+        gc.collect()
     assert _live_bytes(known) == 0, "the snapshot is given back"
     share = sum(tensor.nbytes for tensor in held.values())
     return peak, share, max(4 * rows * columns for rows, columns in SHAPES.values())
