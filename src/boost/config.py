@@ -324,6 +324,7 @@ class TrainConfig(_Section):
             *_tensor_parallel_rules(self),
             *_baseline_rules(self),
             *_bridge_rules(self),
+            *_crossing_rules(self),
             *_zero_rules(self),
             *_training_rules(self),
             *_pipeline_rules(self),
@@ -456,6 +457,33 @@ def _bridge_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="false",
             got="true",
         )
+
+
+def _crossing_rules(config: TrainConfig) -> Iterator[Violation]:
+    """Crossings are exact wherever bottlenecks are whole on every rank and all of a block's neighbours are at hand."""
+    model, parallel = config.model, config.parallel
+    if model.crossing == "none":
+        return
+    reasons = {
+        "model.linear": (model.linear != "low_rank", "only low_rank has bottlenecks that take one another up"),
+        "parallel.tensor_layout": (
+            config.layout.startswith("vanilla"),
+            "vanilla layouts split the rank, which LayerNorm and gates need whole",
+        ),
+        "parallel.sequence_sharded_bottleneck": (
+            parallel.sequence_sharded_bottleneck,
+            "gates and norms would get gradients of this rank's tokens alone",
+        ),
+        "parallel.overlap": (
+            parallel.overlap == "split_batch",
+            "split_batch sums the gradients of bottlenecks after they have left them, crossings included",
+        ),
+        "parallel.pp": (parallel.pp > 1, "what crosses from stage to stage does not yet carry bottlenecks"),
+        "train.compile": (config.train.compile, "crossings run outside what is compiled"),
+    }
+    for field, (broken, reason) in reasons.items():
+        if broken:
+            yield Violation(("model.crossing", field), reason, expected="none", got=model.crossing)
 
 
 def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
@@ -632,7 +660,6 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
 # Fields with values that are part of the schema but not of this version, and the values that are available.
 NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.linear": ("dense", "low_rank"),
-    "model.crossing": ("none",),
     "optimizer.name": ("adamw",),
     "schedule.name": ("cosine", "linear", "constant"),
     "logging.wandb": (False,),

@@ -226,7 +226,7 @@ def run_block(mesh: Mesh) -> dict[str, dict[str, float]]:
                             share.copy_(whole.narrow(-1, start, share.shape[-1]))
                 shard = x.chunk(tp.size, dim=-1)[tp.rank]
                 context = Context(1, len(shard), torch.empty(0), torch.empty(0))
-                _, (partial,) = block.chunk_qkv(shard, (), context)
+                _, (partial,), _ = block.chunk_qkv(shard, (), context)
                 z = block.bridge(partial)
             assert z.dtype == ROUNDED
             # q, k, v have the same A here, but gloo may sum different parts of a payload in different orders.

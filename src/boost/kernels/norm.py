@@ -59,3 +59,31 @@ class _DivideByRms(torch.autograd.Function):
 def divide_by_rms(total_TR: Tensor, squares_T: Tensor, width: int, eps: float) -> Tensor:
     """z = total / sqrt(S / width + eps), row by row; saves z, which a bottleneck keeps anyway, and 1/rms."""
     return _DivideByRms.apply(total_TR, squares_T, width, eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = x.to(statistic_dtype(x.dtype))
+        centred = wide - wide.mean(-1, keepdim=True)
+        inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, inverse, weight)
+        return torch.addcmul(bias.to(wide.dtype), centred * inverse, weight.to(wide.dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, inverse, weight = ctx.saved_tensors
+        wide, grad = x.to(inverse.dtype), grad.to(inverse.dtype)
+        normalised = (wide - wide.mean(-1, keepdim=True)) * inverse
+        scaled = grad * weight.to(inverse.dtype)
+        inner = (scaled * normalised).mean(-1, keepdim=True)
+        grad_x = inverse * (scaled - scaled.mean(-1, keepdim=True) - normalised * inner)
+        return grad_x.to(x.dtype), (grad * normalised).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype), None
+
+
+def layer_norm(x_TGr: Tensor, weight_Gr: Tensor, bias_Gr: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; saves x and 1/deviation.
+
+    Source: Ba et al., arXiv 1607.06450.
+    """
+    return _LayerNorm.apply(x_TGr, weight_Gr, bias_Gr, eps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from boost.config import ModelSection
 from boost.model.blocks.shapes import attention_linears, mlp_linears
+from boost.model.crossing import balanced
 
 
 def block_linear_parameters(model: ModelSection) -> int:
@@ -19,12 +20,26 @@ def block_linear_parameters(model: ModelSection) -> int:
     return total
 
 
+def gate_parameters(model: ModelSection) -> int:
+    """Weights of the crossing gate of one linear, with its bias."""
+    r, (a, b) = model.rank or 0, balanced(model.rank or 1)
+    return {"none": 0, "identity": 0, "diagonal": r, "dense": r * r + r, "tensor": a * a + b * b}[model.crossing]
+
+
+def gates_flops_per_token(model: ModelSection) -> float:
+    """Forward FLOPs per token of the matrix products in the gates of one block."""
+    r, (a, b) = model.rank or 0, balanced(model.rank or 1)
+    return 7 * 2 * {"dense": r * r, "tensor": r * (a + b)}.get(model.crossing, 0)
+
+
 def parameters(model: ModelSection) -> int:
     """All parameters, tied tables counted once, padding not counted."""
     biases = sum(linear.d_out for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)) if linear.bias)
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     block = block_linear_parameters(model) + biases + 2 * model.hidden_size
-    return model.layers * block + tables + model.hidden_size
+    # A gate and a LayerNorm at each of the seven linears, but for the first block.
+    crossing = 0 if model.crossing == "none" else 7 * (gate_parameters(model) + 2 * (model.rank or 0))
+    return model.layers * block + (model.layers - 1) * crossing + tables + model.hidden_size
 
 
 def block_flops_per_token(model: ModelSection, sequence_length: int) -> float:
@@ -40,7 +55,8 @@ def head_flops_per_token(model: ModelSection) -> float:
 
 def forward_flops_per_token(model: ModelSection, sequence_length: int) -> float:
     """Forward FLOPs per token of the whole model."""
-    return model.layers * block_flops_per_token(model, sequence_length) + head_flops_per_token(model)
+    blocks = model.layers * block_flops_per_token(model, sequence_length)
+    return blocks + (model.layers - 1) * gates_flops_per_token(model) + head_flops_per_token(model)
 
 
 def training_flops_per_token(model: ModelSection, sequence_length: int) -> float:

@@ -156,8 +156,12 @@ class Decoder(nn.Module):
             x_Td = self._interleaved(x_Td, context)
         else:
             run = recompute_block if self.recompute == "block" else call
+            taken_up: Sequence[Tensor] = ()
             for block in self.blocks:
-                x_Td = run(block, x_Td, context)
+                if self.hidden_sharded:
+                    x_Td, taken_up = run(block, x_Td, context, taken_up)
+                else:
+                    x_Td = run(block, x_Td, context)
         return self._final_norm(x_Td, context.tokens) if self.last else x_Td
 
     def _interleaved(self, x_Td: Tensor, context: Context) -> Tensor:

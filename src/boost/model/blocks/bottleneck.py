@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from boost.config import ModelSection, ParallelSection
 from boost.kernels.activation import ACTIVATIONS, gated
 from boost.kernels.norm import statistic_dtype
-from boost.kernels.projections import norm_down
+from boost.kernels.projections import identity, norm_down
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
+from boost.model.crossing import Crossing
 from boost.model.low_rank import Linear, Pairs
 from boost.model.norm import Gain
 from boost.parallel.bridge import Latent, Partial, local_latent
@@ -31,13 +33,18 @@ from boost.parallel.bridges import make_bridge
 from boost.parallel.collectives import sum_both
 from boost.parallel.interleave import Stage
 from boost.parallel.mesh import Group
-from boost.parallel.recompute import recomputed
+from boost.parallel.recompute import call, recompute_chunk, recomputed
 
-Chunk = Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Partial]]]
+# (residual stream, latents, context) to (residual stream, what the next bridges carry, what the next block's latents
+# take up, in order).
+Chunk = Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Partial], list[Tensor]]]
 
 
 class BottleneckBlock(nn.Module):
-    """x_Td to x_Td, this rank's shard of the residual stream. Source: BOOST, arXiv 2512.12131."""
+    """x_Td to x_Td, this rank's shard of the residual stream. Source: BOOST, arXiv 2512.12131.
+
+    With a crossing (`boost.model.crossing`) latents [T, R] go from block to block beside it, one per bridge.
+    """
 
     # What `train.compile` compiles, each as one graph: what lies between collectives.
     LOCAL = ("norm_and_down", "attend", "add_attention_and_down", "gate_and_down", "add_branch")
@@ -63,14 +70,41 @@ class BottleneckBlock(nn.Module):
         self.mlp_norm = Gain(f"blocks.{layer}.mlp.norm.weight", model.hidden_size, dtype, tp)
         self.gate_up = pairs([gate, up], parallel.group_linears)
         self.down = pairs([down])
+        above = (*attention_linears(model, layer + 1), *mlp_linears(model, layer + 1))
+        last = layer + 1 == model.layers
+
+        def crossings(pairs: Pairs, start: int) -> Sequence[Crossing]:
+            """One per A; `start` counts the linears before."""
+            made: list[Crossing] = []
+            for a in pairs.downs if model.crossing != "none" else ():
+                stop = start + len(a.linears)
+                onward = () if last else above[start:stop]
+                made.append(Crossing(model, a.linears, onward, self.act, dtype, first=layer == 0))
+                start = stop
+            return cast(Sequence[Crossing], nn.ModuleList(made))
+
+        self.qkv_crossings, self.o_crossings = crossings(self.qkv, 0), crossings(self.o, 3)
+        self.gate_up_crossings, self.down_crossings = crossings(self.gate_up, 4), crossings(self.down, 6)
         self.bridge = make_bridge(parallel, tp, model.hidden_size, model.norm_eps)
 
-    def forward(self, x_Td: Tensor, context: Context) -> Tensor:
+    def forward(
+        self, x_Td: Tensor, context: Context, taken_up: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The residual stream, and with a crossing what the next block takes up.
+
+        Args:
+            taken_up: what the block before hands on: with a crossing one tensor [T, R] per bridge, in order.
+        """
         z: Sequence[Tensor] = ()
+        received, onward = iter(taken_up), []
         for chunk in self.chunks(context):
-            x_Td, partials = chunk(x_Td, z, context)
+            x_Td, partials, taps = chunk(x_Td, z, context)
+            onward += taps
             z = [self.bridge(part) for part in partials]
-        return self.finish(x_Td, z, context)
+            if taken_up:
+                z = [z_TR + next(received) for z_TR in z]
+        x_Td, taps = self.finish(x_Td, z, context)
+        return x_Td, [*onward, *taps]
 
     def chunks(self, context: Context) -> list[Chunk]:
         """The block's four chunks in order; a bridge follows each. All take and return the residual stream."""
@@ -82,35 +116,61 @@ class BottleneckBlock(nn.Module):
 
     # A chunk takes the latents that its B read, then does its work in one function without collectives (`LOCAL`).
 
-    def chunk_qkv(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
+    def chunk_qkv(
+        self, x_Td: Tensor, z: Sequence[Tensor], context: Context
+    ) -> tuple[Tensor, list[Partial], list[Tensor]]:
         if not self.online:
-            return x_Td, self.sync_norm_and_down(x_Td, self.attention_norm, self.qkv, context)
-        return x_Td, self.norm_and_down(x_Td, self.attention_norm, self.qkv, context)
+            return x_Td, self.sync_norm_and_down(x_Td, self.attention_norm, self.qkv, context), []
+        return x_Td, self.norm_and_down(x_Td, self.attention_norm, self.qkv, context), []
 
-    def chunk_attention(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        return x_Td, [self.attend(self.latents(self.qkv, z, context), context)]
+    def chunk_attention(
+        self, x_Td: Tensor, z: Sequence[Tensor], context: Context
+    ) -> tuple[Tensor, list[Partial], list[Tensor]]:
+        latents, taps = self.latents(self.qkv_crossings, z, context)
+        return x_Td, [self.attend(latents, context)], taps
 
-    def chunk_gate_up(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        latents = self.latents(self.o, z, context)
+    def chunk_gate_up(
+        self, x_Td: Tensor, z: Sequence[Tensor], context: Context
+    ) -> tuple[Tensor, list[Partial], list[Tensor]]:
+        latents, taps = self.latents(self.o_crossings, z, context)
         if not self.online:
             x_Td = self.add_branch(x_Td, self.o, latents, "attention", context)
-            return x_Td, self.sync_norm_and_down(x_Td, self.mlp_norm, self.gate_up, context)
-        return self.add_attention_and_down(x_Td, latents, context)
+            return x_Td, self.sync_norm_and_down(x_Td, self.mlp_norm, self.gate_up, context), taps
+        return *self.add_attention_and_down(x_Td, latents, context), taps
 
-    def chunk_down(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Partial]]:
-        return x_Td, [self.gate_and_down(self.latents(self.gate_up, z, context), context)]
+    def chunk_down(
+        self, x_Td: Tensor, z: Sequence[Tensor], context: Context
+    ) -> tuple[Tensor, list[Partial], list[Tensor]]:
+        latents, taps = self.latents(self.gate_up_crossings, z, context)
+        return x_Td, [self.gate_and_down(latents, context)], taps
 
-    def finish(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> Tensor:
+    def finish(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Tensor]]:
         """After the last bridge: the MLP's output joins the residual stream."""
-        return self.add_branch(x_Td, self.down, self.latents(self.down, z, context), "mlp", context)
+        # Only this B lies outside the chunks that are recomputed, so what it saves stays.
+        latents, taps = self.latents(self.down_crossings, z, context, thrifty=context.recompute == "latent")
+        return self.add_branch(x_Td, self.down, latents, "mlp", context), taps
 
-    def latents(self, pairs: Pairs, z: Sequence[Tensor], context: Context) -> list[Latent]:
-        """The activations, and in backward the sum of the latents' gradients over the ranks."""
+    def latents(
+        self, crossings: Sequence[Crossing], z: Sequence[Tensor], context: Context, *, thrifty: bool = False
+    ) -> tuple[list[Latent], list[Tensor]]:
+        """The activations, and in backward the sum of the latents' gradients over the ranks.
+
+        With a crossing z has taken up the block before, and what the next block takes up is returned too.
+        """
         if context.interleaved:
-            return [local_latent(z_TR, self.act) for z_TR in z]
-        # Only the last B lies outside the chunks that are recomputed, so what it saves stays.
-        thrifty = context.recompute == "latent" and pairs is self.down
-        return [self.bridge.spread(z_TR, self.act, context.tokens, context.queue, thrifty=thrifty) for z_TR in z]
+            return [local_latent(z_TR, self.act) for z_TR in z], []
+        if not crossings:
+            spread = partial(self.bridge.spread, tokens=context.tokens, queue=context.queue, thrifty=thrifty)
+            return [spread(z_TR, self.act) for z_TR in z], []
+        latents, taps = [], []
+        run = recompute_chunk if thrifty else call
+        for z_TR, crossing in zip(z, crossings, strict=True):
+            # The tap lies before the sum over the ranks: what comes back through it is complete on each of them.
+            h_TR, tap_TR = run(crossing, z_TR)
+            spread_TR = self.bridge.spread(h_TR, identity, context.tokens, context.queue, thrifty=False).h_TR
+            latents.append(Latent(spread_TR, z_TR, crossing.hidden))
+            taps += [] if tap_TR is None else [tap_TR]
+        return latents, taps
 
     def attend(self, latents: Sequence[Latent], context: Context) -> Partial:
         """B of q, k, v; attention with the local heads; A of o."""
@@ -158,7 +218,10 @@ class BottleneckBlock(nn.Module):
 
 
 def block_stages(blocks: Sequence[BottleneckBlock], halves: Sequence[Context]) -> Iterator[Stage]:
-    """A stack of blocks as stages of `boost.parallel.interleave`: what lies between one bridge and the next."""
+    """A stack of blocks as stages of `boost.parallel.interleave`: what lies between one bridge and the next.
+
+    Without a crossing.
+    """
     leave = None
     for block in blocks:
         for chunk in block.chunks(halves[0]):
@@ -169,7 +232,7 @@ def block_stages(blocks: Sequence[BottleneckBlock], halves: Sequence[Context]) -
 
 
 def _stage(
-    leave: Callable[[Tensor, Sequence[Tensor], Context], Tensor] | None,
+    leave: Callable[[Tensor, Sequence[Tensor], Context], tuple[Tensor, list[Tensor]]] | None,
     chunk: Chunk | None,
     halves: Sequence[Context],
     x_Td: Tensor,
@@ -179,5 +242,9 @@ def _stage(
     """Ends one block, where it does, and runs the next chunk, where there is one."""
     context = halves[half]
     if leave is not None:
-        x_Td, z = leave(x_Td, z, context), ()
-    return (x_Td, []) if chunk is None else chunk(x_Td, z, context)
+        x_Td, _ = leave(x_Td, z, context)
+        z = ()
+    if chunk is None:
+        return x_Td, []
+    x_Td, partials, _ = chunk(x_Td, z, context)
+    return x_Td, partials
