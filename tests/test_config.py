@@ -322,6 +322,24 @@ def test_dense_models_have_one_layout() -> None:
     assert "parallel.tensor_layout: " in problem and "leave it out" in problem
 
 
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"model": {"linear": "dense"}}, "low_rank linears"),
+        ({"parallel": {"tensor_layout": "vanilla"}}, "vanilla layouts split them"),
+        ({"parallel": {"sequence_sharded_bottleneck": True}}, "alone in sequence_sharded_bottleneck"),
+        ({"parallel": {"overlap": "split_batch"}}, "split_batch hands on the residual stream alone"),
+        ({"parallel": {"pp": 2, "pipeline_schedule": "gpipe"}}, "stage of pp"),
+        ({"train": {"compile": True}}, "what train.compile compiles"),
+    ],
+)
+def test_what_crossings_do_not_go_with(sections: dict[str, Any], reason: str) -> None:
+    problem = refusal(**{**sections, "model": {"crossing": "tensor", **sections.get("model", {})}})
+    assert "model.crossing: " in problem and reason in problem and "(expected none, got tensor)" in problem
+    for kept in ("weight_grads", "none"):
+        assert config(model={"crossing": "dense"}, parallel={"overlap": kept}).model.crossing == "dense"
+
+
 def test_exact_steps_are_for_loro_only() -> None:
     assert "only LORO has exact steps" in refusal(optimizer={"exact_every": 500})
 
@@ -331,7 +349,6 @@ def test_exact_steps_are_for_loro_only() -> None:
     [
         ("model.linear", "sltrain"),
         ("model.linear", "relora"),
-        ("model.crossing", "tensor"),
         ("optimizer.name", "muon"),
         ("optimizer.name", "loro"),
         ("schedule.name", "jagged_cosine"),

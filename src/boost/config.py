@@ -464,24 +464,24 @@ def _crossing_rules(config: TrainConfig) -> Iterator[Violation]:
     model, parallel = config.model, config.parallel
     if model.crossing == "none":
         return
-    reasons = {
-        "model.linear": (model.linear != "low_rank", "only low_rank has bottlenecks that take one another up"),
+    refused = {
+        "model.linear": (model.linear != "low_rank", "is for the bottlenecks of low_rank linears"),
         "parallel.tensor_layout": (
             config.layout.startswith("vanilla"),
-            "vanilla layouts split the rank, which LayerNorm and gates need whole",
+            "needs bottlenecks whole, and vanilla layouts split them",
         ),
         "parallel.sequence_sharded_bottleneck": (
             parallel.sequence_sharded_bottleneck,
-            "gates and norms would get gradients of this rank's tokens alone",
+            "has gates and norms whose gradients would be of this rank's tokens alone in sequence_sharded_bottleneck",
         ),
         "parallel.overlap": (
             parallel.overlap == "split_batch",
-            "split_batch sums the gradients of bottlenecks after they have left them, crossings included",
+            "hands bottlenecks from block to block, and split_batch hands on the residual stream alone",
         ),
-        "parallel.pp": (parallel.pp > 1, "what crosses from stage to stage does not yet carry bottlenecks"),
-        "train.compile": (config.train.compile, "crossings run outside what is compiled"),
+        "parallel.pp": (parallel.pp > 1, "hands bottlenecks from block to block, and not from stage to stage of pp"),
+        "train.compile": (config.train.compile, "is outside of what train.compile compiles"),
     }
-    for field, (broken, reason) in reasons.items():
+    for field, (broken, reason) in refused.items():
         if broken:
             yield Violation(("model.crossing", field), reason, expected="none", got=model.crossing)
 

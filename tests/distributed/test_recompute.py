@@ -21,11 +21,18 @@ R, D, F = 10, 32, 48
 
 
 def decoder(
-    mesh: Mesh, layout: str, dtype: torch.dtype, layers: int = 2, queue: bool = False, **options: Any
+    mesh: Mesh,
+    layout: str,
+    dtype: torch.dtype,
+    layers: int = 2,
+    queue: bool = False,
+    crossing: str = "none",
+    **options: Any,
 ) -> Decoder:
     linear = "dense" if layout == "dense" else "low_rank"
     rank = {} if linear == "dense" else {"rank": R}
-    model = model_section(linear=linear, layers=layers, dropout=0.1, hidden_size=D, ffn_size=F, head_size=8, **rank)
+    sizes = {"layers": layers, "hidden_size": D, "ffn_size": F, "head_size": 8, **rank}
+    model = model_section(linear=linear, dropout=0.1, crossing=crossing, **sizes)
     parallel = ParallelSection(tp=mesh.tp.size, tensor_layout="btp" if layout == "dense" else layout)
     out = Decoder(model, parallel, mesh.tp, dtype=dtype, seed=1, queue=WeightGradQueue() if queue else None, **options)
     initialize(out, 1, mesh.tp)
@@ -86,8 +93,8 @@ def test_baselines_recompute_too(layout: str, recompute: str) -> None:
             assert result["elements"] == 2 * 33 * (4 * D + 2 * F)
 
 
-def kept(mesh: Mesh, recompute: str, layers: int, dtype: torch.dtype) -> int:
-    model = decoder(mesh, "btp", dtype, layers, recompute=recompute).eval()
+def kept(mesh: Mesh, recompute: str, layers: int, dtype: torch.dtype, crossing: str) -> int:
+    model = decoder(mesh, "btp", dtype, layers, crossing=crossing, recompute=recompute).eval()
     ids, labels = tokens(model.model, batch=4, sequence=64)
     with track_storages() as tracker:
         loss = model.loss(ids, labels)
@@ -95,8 +102,8 @@ def kept(mesh: Mesh, recompute: str, layers: int, dtype: torch.dtype) -> int:
     return tracker.live_bytes(excluding=model.parameters())
 
 
-def kept_per_token_and_block(mesh: Mesh, recompute: str, dtype: torch.dtype) -> float:
-    return (kept(mesh, recompute, 5, dtype) - kept(mesh, recompute, 3, dtype)) / 2 / 256
+def kept_per_token_and_block(mesh: Mesh, recompute: str, dtype: torch.dtype, crossing: str = "none") -> float:
+    return (kept(mesh, recompute, 5, dtype, crossing) - kept(mesh, recompute, 3, dtype, crossing)) / 2 / 256
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

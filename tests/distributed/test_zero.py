@@ -82,6 +82,7 @@ def section(case: dict[str, Any]) -> ModelSection:
         tie_embeddings=case["tied_and_gqa"],
         attention_bias=True,
         mlp_bias=not case["tied_and_gqa"],
+        crossing=case.get("crossing", "none"),
     )
 
 
@@ -175,6 +176,23 @@ def test_zero_equals_single_process(ranks: str) -> None:
     cases = [case for case in chosen if case["ranks"] == ranks]
     assert len(cases) >= 6
     for result in run_ranks(4, compare, cases):
+        for outcome in result:
+            assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
+
+
+CROSSED: list[dict[str, Any]] = [
+    {**dict(zip(AXES, values, strict=True)), "crossing": crossing}
+    for crossing, *values in [
+        ("tensor", "dp2 tp2", 3, "btp", "latent", "weight_grads", 2, True),
+        ("dense", "dp2 tp2", 1, "btp", "block", "none", 2, False),
+        ("diagonal", "dp4", 3, "btp", "none", "none", 1, False),
+    ]
+]
+
+
+def test_crossings_are_sharded_too() -> None:
+    """A gate lies in the block below its own, where it runs."""
+    for result in run_ranks(4, compare, CROSSED):
         for outcome in result:
             assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
 

@@ -18,7 +18,6 @@ from boost.config import ModelSection
 from boost.kernels.activation import ACTIVATIONS
 from boost.model.crossing import Crossing
 from boost.model.low_rank import Linear
-from boost.parallel.mesh import Group
 from boost.parallel.sharding import described
 from tests.models import distance, model_section, worst
 

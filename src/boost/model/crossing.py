@@ -18,7 +18,7 @@ Source: LaX, arXiv 2505.21732, and its published code. Shapes: T tokens, G linea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -42,7 +42,7 @@ class _PerLinear(Sharded):
     """
 
     def __init__(
-        self, linears: Sequence[Linear], shapes: dict[str, tuple[str, tuple[int, ...], Init]], dtype: torch.dtype
+        self, linears: Sequence[Linear], shapes: Mapping[str, tuple[str, tuple[int, ...], Init]], dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.linears, self.shapes = tuple(linears), shapes
@@ -178,7 +178,7 @@ class Crossing(nn.Module):
         return h_TR, self.gate(h_TR.unflatten(-1, (self.groups, -1))).flatten(-2)
 
     def hidden(self, v_TR: Tensor) -> Tensor:
-        """h = act(LayerNorm(v)), or act(z) in block 0."""
+        """h = act(LayerNorm(v)), or act(z) in block 0; from [T, G, r] too."""
         if self.norm is not None:
-            v_TR = self.norm(v_TR.unflatten(-1, (self.groups, -1))).flatten(-2)
+            v_TR = self.norm(v_TR.view(len(v_TR), self.groups, -1)).view_as(v_TR)
         return self.act(v_TR)

@@ -74,6 +74,9 @@ class Decoder(nn.Module):
         self.recompute, self.queue = recompute, queue
         self.split_batch = parallel.overlap == "split_batch" and tp.size > 1
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
+        assert model.crossing == "none" or (self.hidden_sharded and not self.split_batch), (
+            "refused by the configuration"
+        )
         kind = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
         self.stream = make_stream(parallel.sequence_parallel, tp)

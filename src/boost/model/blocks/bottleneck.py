@@ -168,7 +168,8 @@ class BottleneckBlock(nn.Module):
             # The tap lies before the sum over the ranks: what comes back through it is complete on each of them.
             h_TR, tap_TR = run(crossing, z_TR)
             spread_TR = self.bridge.spread(h_TR, identity, context.tokens, context.queue, thrifty=False).h_TR
-            latents.append(Latent(spread_TR, z_TR, crossing.hidden))
+            kept = (z_TR, crossing.hidden) if thrifty else (h_TR, identity)
+            latents.append(Latent(spread_TR, *kept))
             taps += [] if tap_TR is None else [tap_TR]
         return latents, taps
 
