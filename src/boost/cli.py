@@ -179,6 +179,20 @@ def evaluate(
     typer.echo(run(model_from(opened), dataset.validation, context_token(dataset), length, batch_size))
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a run directory.")],
+    out: Annotated[Path, typer.Argument(help="The directory to make.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Multiply the factors: transformers' own LLaMA, where nothing lies between.")
+    ] = False,
+) -> None:
+    """Write a Hugging Face directory, which loads where boost is not installed."""
+    from boost.interop.huggingface import export as run
+
+    typer.echo(run(checkpoint, out, merge=merge))
+
+
 @bench_app.command("layouts")
 def bench_layouts(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],
