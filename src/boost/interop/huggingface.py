@@ -6,28 +6,25 @@ linears; without an activation between A and B the two can also be multiplied, w
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from boost.checkpoint.reading import Checkpoint, open_checkpoint
-from boost.checkpoint.shards import sync_directory
 from boost.checkpoint.slices import DTYPES
 from boost.checkpoint.weights import PARAMETER, saved_config
 from boost.config import ModelSection, TrainConfig
 from boost.data.tokenizer import special_ids
-from boost.errors import EnvironmentFailure, UserError
+from boost.errors import UserError
 from boost.interop.names import config_fields, foreign_name, shapes
+from boost.interop.staging import staged
 
 MODELING = "modeling_boost.py"
 SHARD_BYTES = 5 << 30
@@ -54,29 +51,9 @@ def export(
     opened = open_checkpoint(checkpoint)
     config = saved_config(opened)
     _check(config.model, merge)
-    if os.path.lexists(out):
-        raise UserError(str(out), "exists already", hint="choose a new directory")
-    partial = out.parent / f".{out.name}.partial"
-    try:
-        if partial.is_dir() and not partial.is_symlink():
-            shutil.rmtree(partial)  # of an export that was killed
-        partial.mkdir()
-        try:
-            stock = _write(opened, config, partial, merge, shard_bytes)
-            for path in partial.iterdir():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            sync_directory(partial)
-            os.rename(partial, out)
-            sync_directory(out.parent)
-        finally:
-            if partial.exists():
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        kind = UserError if error.errno in (errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EROFS) else None
-        raise (kind or EnvironmentFailure)(str(out), f"cannot be written: {error.strerror or error}") from error
-    except SafetensorError as error:  # the library reports a full disk as its own error
-        raise EnvironmentFailure(str(out), f"cannot be written: {error}") from error
+    with staged(out, "export") as partial:
+        (partial / "export").mkdir()
+        stock = _write(opened, config, partial / "export", merge, shard_bytes)
     how = "" if stock else ", trust_remote_code=True"
     return f"exported {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{how})"
 

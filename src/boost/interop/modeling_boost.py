@@ -6,7 +6,7 @@ transformers' LLaMA but its linears: attention, key/value cache and generation a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +21,7 @@ class BoostConfig(LlamaConfig):
     """
 
     model_type = "boost"
-    base_model_tp_plan = None  # LLaMA's plan names linears that are pairs here
+    base_model_tp_plan: ClassVar[dict[str, Any]] = {}  # LLaMA's plan names linears that are pairs here
 
     def __init__(self, rank: int = 8, bottleneck_activation: str = "silu", **fields: Any) -> None:
         if bottleneck_activation not in ("silu", "none"):
