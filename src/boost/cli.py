@@ -179,6 +179,35 @@ def evaluate(
     typer.echo(run(model_from(opened), dataset.validation, context_token(dataset), length, batch_size))
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a run directory.")],
+    out: Annotated[Path, typer.Argument(help="The directory to make.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Multiply the factors: transformers' own LLaMA, where nothing lies between.")
+    ] = False,
+) -> None:
+    """Write a Hugging Face directory, which loads where boost is not installed."""
+    from boost.interop.huggingface import export as run
+
+    typer.echo(run(checkpoint, out, merge=merge))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face directory: config.json and safetensors files.")],
+    out: Annotated[Path, typer.Argument(help="The checkpoint to make; run.init_from takes it.")],
+    kind: Annotated[Literal["llama", "boost", "cola", "cola-m"], typer.Option("--from", help="Whose it is.")],
+    rank: Annotated[int | None, typer.Option(min=1, help="Cut a LLaMA's linears to this rank; default: keep.")] = None,
+    method: Annotated[Literal["svd"], typer.Option(help="How they are cut.")] = "svd",
+    tokenizer: Annotated[str | None, typer.Option(help="As for `data prepare`; default: the one in SOURCE.")] = None,
+) -> None:
+    """Make a checkpoint of a model that another program has trained."""
+    from boost.interop.importing import import_checkpoint
+
+    typer.echo(import_checkpoint(kind, source, out, rank=rank, tokenizer=tokenizer))
+
+
 @bench_app.command("layouts")
 def bench_layouts(
     config: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped preset.")],

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: reading them, and writing what they read."""

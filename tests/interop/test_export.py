@@ -1,0 +1,165 @@
+"""Exported directories compute what our model computes, in a process that has no `boost`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import boost
+from boost.errors import UserError
+from boost.inference.generate import generate
+from boost.interop import huggingface
+from boost.interop.huggingface import export, register
+from tests.interop.checkpoints import write_checkpoint
+from tests.models import distance, tokens
+
+SVD = {"bottleneck_activation": "none"}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+UNUSUAL = {"norm_eps": 0.03, "rope_theta": 371.0}
+CASES: dict[str, dict[str, Any]] = {
+    "cola": {},
+    "cola_gqa_4_2_tied": {"kv_heads": 2, "tie_embeddings": True},
+    "cola_gqa_6_3_biases": {"hidden_size": 36, "heads": 6, "kv_heads": 3, "head_size": 10, **BIASES},
+    "cola_no_gate": {"gate_activation": "none", "kv_heads": 1, **UNUSUAL},
+    "cola_gqa_8_2": {"heads": 8, "kv_heads": 2, "head_size": 6, **BIASES},
+    "svd_unusual": {**SVD, **UNUSUAL, "tie_embeddings": True},
+    "svd_merged": {**SVD, **UNUSUAL, **BIASES, "kv_heads": 2},
+    "svd_merged_tied": {**SVD, "kv_heads": 1, "tie_embeddings": True, "head_size": 8},
+    "dense": {"linear": "dense", "kv_heads": 2, **BIASES},
+    "dense_tied_no_gate": {"linear": "dense", "tie_embeddings": True, "gate_activation": "none", **UNUSUAL},
+}
+VOCABULARY = 4099  # more than the tokenizer has, and odd
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """All cases exported, and what they compute in one process without `boost`."""
+    root = tmp_path_factory.mktemp("exports")
+    for name, changes in CASES.items():
+        run = root / f"{name}.run"
+        write_checkpoint(run, vocab_size=VOCABULARY, **changes)
+        export(run, root / name, merge="merged" in name, shard_bytes=300_000 if name == "cola" else 1 << 30)
+        save_file({"ids": ids_of(boost.load_model(run).model)}, root / f"{name}.ids.safetensors")
+    results = root / "results.safetensors"
+    script = Path(__file__).with_name("load_elsewhere.py")
+    # Isolated: neither PYTHONPATH nor the script's folder is searched. The cache of remote code stays in `root`.
+    command = [sys.executable, "-I", str(script), str(results), *(str(root / name) for name in CASES)]
+    environment = {**os.environ, "HF_HOME": str(root / "home"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "newly initialized" not in done.stderr and "not used" not in done.stderr, done.stderr
+    return root, load_file(results)
+
+
+def ids_of(model: Any) -> Tensor:
+    return tokens(model, batch=2, sequence=40)[0].contiguous()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_elsewhere_equal_ours(elsewhere: tuple[Path, dict[str, Tensor]], name: str) -> None:
+    root, results = elsewhere
+    model = boost.load_model(root / f"{name}.run")
+    with torch.no_grad():
+        ours = model(ids_of(model.model))
+    assert results[f"{name}.logits"].shape == (2, 40, VOCABULARY)
+    assert distance(results[f"{name}.logits"], ours) <= 1e-5
+    assert (results[f"{name}.logits"] - ours).abs().max() <= 1e-5 * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_generation_elsewhere_with_cache_equals_generation_without_and_ours(
+    elsewhere: tuple[Path, dict[str, Tensor]], name: str
+) -> None:
+    root, results = elsewhere
+    model = boost.load_model(root / f"{name}.run")
+    cached, whole = results[f"{name}.cached"], results[f"{name}.whole"]
+    assert cached.shape == (2, 52)
+    assert torch.equal(cached, whole)
+    ids = ids_of(model.model)
+    for row in range(2):
+        assert list(generate(model, ids[row].tolist(), 12, temperature=0)) == cached[row, 40:].tolist()
+
+
+def test_files(elsewhere: tuple[Path, dict[str, Tensor]]) -> None:
+    """Files of each kind of export; weights in several files with an index; nothing of the run or the machine."""
+    root, _ = elsewhere
+    common = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (root / "svd_unusual").iterdir()} == common | {
+        "model.safetensors",
+        "modeling_boost.py",
+    }
+    assert {path.name for path in (root / "svd_merged").iterdir()} == common | {"model.safetensors"}
+    index = json.loads((root / "cola" / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in (root / "cola").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert sorted(set(index["weight_map"].values())) == shards
+    text = "".join(path.read_text() for path in (root / "cola").glob("*.json") if path.name != "tokenizer.json")
+    assert str(root) not in text
+    assert not list(root.glob(".*"))
+
+
+def test_with_boost_installed_no_remote_code_is_needed(elsewhere: tuple[Path, dict[str, Tensor]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    root, results = elsewhere
+    register()
+    model = AutoModelForCausalLM.from_pretrained(root / "cola").eval()
+    assert type(model).__module__ == "boost.interop.modeling_boost"
+    ids = load_file(root / "cola.ids.safetensors")["ids"]
+    assert torch.equal(model(ids).logits, results["cola.logits"])
+
+
+def test_fp64_stays_fp64(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", dtype=torch.float64)
+    export(tmp_path / "run", tmp_path / "out")
+    assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float64}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float64"
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """An existing target is left alone; what cannot be merged says why."""
+    run = tmp_path / "run"
+    write_checkpoint(run)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UserError, match=r"taken: exists already"):
+        export(run, tmp_path / "taken")
+    assert not list((tmp_path / "taken").iterdir())
+    with pytest.raises(UserError, match=r"--merge: .*model\.bottleneck_activation = silu lies between"):
+        export(run, tmp_path / "out", merge=True)
+    with pytest.raises(UserError, match=r"absent/out: cannot be written: No such file"):
+        export(run, tmp_path / "absent" / "out")
+    write_checkpoint(tmp_path / "dense", linear="dense")
+    with pytest.raises(UserError, match=r"--merge: a dense model has no factors"):
+        export(tmp_path / "dense", tmp_path / "out", merge=True)
+    write_checkpoint(tmp_path / "uneven", heads=6)
+    with pytest.raises(UserError, match=r"model\.heads: cannot be exported.*expected a divisor of 32, got 6"):
+        export(tmp_path / "uneven", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_or_killed_export_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out, left = tmp_path / "run", tmp_path / "out", tmp_path / ".out.partial"
+    write_checkpoint(run)
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    with pytest.raises(UserError, match=r"out: cannot be written: No space left") as caught:
+        export(run, out)
+    assert caught.value.exit_code == 3
+    assert not out.exists() and not left.exists()
+    monkeypatch.undo()
+    left.mkdir()  # of an export that was killed
+    (left / "half.safetensors").write_bytes(b"half")
+    export(run, out)
+    assert not left.exists() and not (out / "half.safetensors").exists()
