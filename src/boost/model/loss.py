@@ -19,7 +19,7 @@ from boost.parallel.mesh import Group
 
 IGNORED = -100
 # Of the logits that exist at once, in fp32.
-LOGITS_BYTES = 32 * 2**20
+LOGITS_BYTES = 64 * 2**20
 # Rows of the head whose gradient is computed at once where it must be widened before it is added.
 GRADIENT_ROWS = 2048
 
