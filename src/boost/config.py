@@ -567,6 +567,13 @@ def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="cosine, linear or constant, or optimizer.name = loro",
             got="jagged_cosine",
         )
+    if config.schedule.name == "jagged_cosine" and config.train.steps < 2 * config.schedule.warmup_steps:
+        yield Violation(
+            ("schedule.warmup_steps", "schedule.name", "train.steps"),
+            "jagged_cosine rises for twice as long before it falls, longer than the run",
+            expected=f"at most train.steps / 2 = {config.train.steps // 2}",
+            got=config.schedule.warmup_steps,
+        )
     if optimizer.name != "loro":
         return
     if optimizer.exact_every is None:

@@ -111,7 +111,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             if any_rank(stop.requested or saver.failed, mesh.world):
                 break
             began = time.perf_counter()
-            lr = config.optimizer.lr * lr_multiplier(config.schedule, step, config.train.steps)
+            multiplier = lr_multiplier(config.schedule, step, config.train.steps, config.optimizer.exact_every)
+            lr = config.optimizer.lr * multiplier
             loss, norm = update(
                 model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
             )

@@ -104,9 +104,10 @@ class LORO(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._moments(parameter)
                 if not group["factors"]:
-                    self._regular(parameter, eta, lr * group["decay"])
+                    self._move(parameter, eta, lr * group["decay"])
                 elif not exact:
-                    self._approximate(parameter, eta, eta * group["decay"])
+                    # As published, the factors' decay follows eta, which Adam's bias correction is part of.
+                    self._move(parameter, eta * self.factor_scale, eta * group["decay"])
         if exact:
             self._exact(eta)
             for state in self.state.values():
@@ -121,19 +122,11 @@ class LORO(torch.optim.Optimizer):
         first.mul_(self.betas[0]).add_(gradient, alpha=1 - self.betas[0])
         second.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
 
-    def _regular(self, parameter: Tensor, eta: float, decay: float) -> None:
-        weight = held_rows(parameter)[0]
-        weight.add_(self._direction(parameter, lambda moment: held_rows(moment)[0]), alpha=-eta)
-        weight.mul_(1 - decay)
-
-    def _approximate(self, parameter: Tensor, eta: float, decay: float) -> None:
-        """The published factor decay follows eta, which the bias correction is part of."""
-        self._regular(parameter, eta * self.factor_scale, decay)
-
-    def _direction(self, parameter: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Adam's direction without bias correction, which eta carries; `of` picks what of the moments."""
+    def _move(self, parameter: Tensor, eta: float, decay: float) -> None:
+        """Adam's step without bias correction, which eta carries, then decoupled decay."""
         state = self.state[parameter]
-        return of(state["exp_avg"]) / (of(state["exp_avg_sq"]).sqrt() + self.eps)
+        weight, first, second = (held_rows(t)[0] for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        weight.addcdiv_(first, second.sqrt().add_(self.eps), value=-eta).mul_(1 - decay)
 
     def _exact(self, eta: float) -> None:
         """All exact steps, in rounds that give each rank of tp and dp one linear whose r-sized work it does for all.
@@ -155,7 +148,7 @@ class LORO(torch.optim.Optimizer):
                 self._retract(pair, result)
 
     def _decompositions(self, pairs: Sequence[Pair], eta: float) -> Iterator[Tensor]:
-        """For each pair [4 r^2 + 1] numbers: the failure, 0 for none, and the coefficients; only its rank fills them."""
+        """For each pair [1 + 4 r^2] numbers: a failure or 0, and the coefficients; only the pair's rank fills them."""
         mine: list[Tensor | None] = []
         for place, pair in enumerate(pairs):
             in_tp, in_shards, in_replicas = _place(place, self.mesh)
@@ -193,10 +186,12 @@ class LORO(torch.optim.Optimizer):
         """This rank's rows of M = B and N = A^T, and of their directions, in fp64."""
 
         def held(factor: Factor) -> tuple[Tensor, Tensor]:
-            def of(tensor: Tensor) -> Tensor:
-                return factor.part.view(tensor, self.mesh.tp)
-
-            return of(factor.parameter).double(), self._direction(factor.parameter, of).double()
+            state = self.state[factor.parameter]
+            weight, first, second = (
+                factor.part.view(tensor, self.mesh.tp).double()
+                for tensor in (factor.parameter, state["exp_avg"], state["exp_avg_sq"])
+            )
+            return weight, first / (second.sqrt() + self.eps)
 
         (m, dm), (n, dn) = held(pair.up), held(pair.down)
         return m, n.t(), dm, dn.t()
