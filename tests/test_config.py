@@ -344,14 +344,51 @@ def test_exact_steps_are_for_loro_only() -> None:
     assert "only LORO has exact steps" in refusal(optimizer={"exact_every": 500})
 
 
+LORO = {"name": "loro", "exact_every": 500}
+SVD = {"bottleneck_activation": "none"}
+
+
+def test_loro_goes_with_svd_under_btp_at_every_zero_stage() -> None:
+    for zero in (0, 1, 2, 3):
+        assert config(optimizer=LORO, model=SVD, parallel={"tp": 2, "dp": 2, "zero": zero}).optimizer.name == "loro"
+    assert config(optimizer=LORO, model=SVD, parallel={"tensor_layout": "vanilla"}).layout == "vanilla"
+
+
+@pytest.mark.parametrize(
+    ("field", "reason", "sections"),
+    [
+        ("optimizer.exact_every", "the number of steps between two exact ones", {"optimizer": {"name": "loro"}}),
+        ("optimizer.name", "turns the bases of bottlenecks", {"model": {}}),
+        ("optimizer.name", "turns the bases of bottlenecks", {"model": {"linear": "dense"}}),
+        ("model.rank", "no factor of model.hidden_size", {"model": {**SVD, "rank": 65}}),
+        (
+            "model.rank",
+            "no factor of model.kv_heads x model.head_size = 16",
+            {"model": {**SVD, "kv_heads": 1, "rank": 17}},
+        ),
+        ("optimizer.name", "the rank whole on every rank", {"parallel": {"tp": 2, "tensor_layout": "vanilla"}}),
+        (
+            "schedule.warmup_steps",
+            "longer than the run",
+            {"schedule": {"name": "jagged_cosine", "warmup_steps": 6}, "train": {"steps": 11}},
+        ),
+    ],
+)
+def test_what_loro_does_not_go_with(field: str, reason: str, sections: dict[str, Any]) -> None:
+    problem = refusal(**{"optimizer": LORO, "model": SVD, **sections})
+    assert field in problem and reason in problem
+
+
+def test_the_jagged_cosine_is_for_loro_only() -> None:
+    assert "after each exact step of LORO" in refusal(schedule={"name": "jagged_cosine"})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("model.linear", "sltrain"),
         ("model.linear", "relora"),
         ("optimizer.name", "muon"),
-        ("optimizer.name", "loro"),
-        ("schedule.name", "jagged_cosine"),
         ("logging.wandb", True),
         ("logging.trackio", True),
     ],

@@ -575,12 +575,70 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="none or block",
             got="latent",
         )
+    yield from _loro_rules(config)
     if config.optimizer.exact_every is not None and config.optimizer.name != "loro":
         yield Violation(
             ("optimizer.exact_every", "optimizer.name"),
             f"only LORO has exact steps, and optimizer.name = {config.optimizer.name}",
             expected="null",
             got=config.optimizer.exact_every,
+        )
+
+
+def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
+    """LORO moves products B A of whole rank, and turns the bases of their factors."""
+    model, optimizer = config.model, config.optimizer
+    if config.schedule.name == "jagged_cosine" and optimizer.name != "loro":
+        yield Violation(
+            ("schedule.name", "optimizer.name"),
+            "jagged_cosine warms up again after each exact step of LORO",
+            expected="cosine, linear or constant, or optimizer.name = loro",
+            got="jagged_cosine",
+        )
+    if config.schedule.name == "jagged_cosine" and config.train.steps < 2 * config.schedule.warmup_steps:
+        yield Violation(
+            ("schedule.warmup_steps", "schedule.name", "train.steps"),
+            "jagged_cosine rises for twice as long before it falls, longer than the run",
+            expected=f"at most train.steps / 2 = {config.train.steps // 2}",
+            got=config.schedule.warmup_steps,
+        )
+    if optimizer.name != "loro":
+        return
+    if optimizer.exact_every is None:
+        yield Violation(
+            ("optimizer.exact_every", "optimizer.name"),
+            "LORO needs the number of steps between two exact ones",
+            expected="a whole number >= 1",
+            got="null",
+            hint="the published runs have 500, or 200 at 1B",
+        )
+    if model.linear != "low_rank" or model.bottleneck_activation != "none" or model.crossing != "none":
+        yield Violation(
+            ("optimizer.name", "model.linear", "model.bottleneck_activation", "model.crossing"),
+            "loro turns the bases of bottlenecks, which changes the model unless nothing but a product stands there",
+            expected="model.linear = low_rank with model.bottleneck_activation = none and model.crossing = none",
+            got="loro",
+        )
+        return
+    widths = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_size": model.ffn_size,
+        "model.kv_heads x model.head_size": model.kv_heads * model.head_size,
+    }
+    narrowest = min(widths, key=lambda name: widths[name])
+    if model.rank is not None and model.rank > widths[narrowest]:
+        yield Violation(
+            ("model.rank", "optimizer.name", *narrowest.split(" x ")),
+            f"no factor of {narrowest} = {widths[narrowest]} rows has so large a rank, which loro needs",
+            expected=f"at most {widths[narrowest]}",
+            got=model.rank,
+        )
+    if config.parallel.tp > 1 and config.layout != "btp":
+        yield Violation(
+            ("optimizer.name", "parallel.tensor_layout", "parallel.tp"),
+            f"loro's exact step needs the rank whole on every rank, and {config.layout} divides it over tp",
+            expected="parallel.tensor_layout = btp or parallel.tp = 1",
+            got="loro",
         )
 
 
@@ -660,8 +718,7 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
 # Fields with values that are part of the schema but not of this version, and the values that are available.
 NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.linear": ("dense", "low_rank"),
-    "optimizer.name": ("adamw",),
-    "schedule.name": ("cosine", "linear", "constant"),
+    "optimizer.name": ("adamw", "loro"),
     "logging.wandb": (False,),
     "logging.trackio": (False,),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from boost.config import ScheduleSection
-from boost.training.schedule import lr_multiplier
+from boost.training.schedule import jagged_cosine, lr_multiplier
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
 
@@ -20,6 +20,18 @@ def test_cosine_is_the_published_one() -> None:
     steps = golden["params"]["steps"]
     ours = [lr_multiplier(schedule, step, steps) for step in range(steps)]
     assert ours == pytest.approx(golden["lr"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("published", ["loro_130m", "loro_adjust0"])
+def test_jagged_cosine_is_the_published_one(published: str) -> None:
+    golden = GOLDEN[published]
+    params = golden["params"]
+    schedule = ScheduleSection(name="jagged_cosine", warmup_steps=params["warmup"], min_lr_ratio=params["min_lr_ratio"])
+    steps, cycle = params["steps"], params["cycle"]
+    ours = [jagged_cosine(schedule, step, steps, cycle, params["adjust"]) for step in range(steps)]
+    assert ours == pytest.approx(golden["lr"], rel=1e-9, abs=1e-12)
+    if params["adjust"] == -params["warmup"]:
+        assert ours == [lr_multiplier(schedule, step, steps, cycle) for step in range(steps)]
 
 
 @pytest.mark.parametrize(("name", "end"), [("cosine", 0.2), ("linear", 0.2), ("constant", 1.0)])

@@ -36,6 +36,12 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return total
 
 
+def broadcast(x: Tensor, root: int, group: Group) -> None:
+    """Replaces x by that of one rank of the group, in place. Not differentiable."""
+    if group.size > 1:
+        dist.broadcast(x, group=group.process_group, group_src=root)
+
+
 def start_all_reduce(x: Tensor, group: Group) -> dist.Work | None:
     """Begins to sum x over the group in place; wait on what is returned before touching x."""
     if group.size == 1:

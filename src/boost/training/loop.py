@@ -31,7 +31,7 @@ from boost.training.batches import Batch, Batches
 from boost.training.clipping import clip_gradients, gradient_norm
 from boost.training.console import Progress, log_summary
 from boost.training.metrics import MetricsWriter, peak_flops, peak_memory_bytes, write_plots
-from boost.training.optimizers.adamw import build_adamw
+from boost.training.optimizers.build import build_optimizer
 from boost.training.run_directory import RunDirectory
 from boost.training.schedule import lr_multiplier
 from boost.training.signals import StopRequest
@@ -57,7 +57,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     dataset = open_dataset(config)
     batches = Batches(dataset.train, config, mesh.dp)
     model = build_model(config, mesh)
-    optimizer = build_adamw(model, config.optimizer)
+    optimizer = build_optimizer(model, config, mesh)
     start = restore(config, mesh, run, dataset, model, optimizer)
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     flops_per_token = costs.training_flops_per_token(config.model, config.train.sequence_length)
@@ -111,7 +111,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             if any_rank(stop.requested or saver.failed, mesh.world):
                 break
             began = time.perf_counter()
-            lr = config.optimizer.lr * lr_multiplier(config.schedule, step, config.train.steps)
+            multiplier = lr_multiplier(config.schedule, step, config.train.steps, config.optimizer.exact_every)
+            lr = config.optimizer.lr * multiplier
             loss, norm = update(
                 model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
             )

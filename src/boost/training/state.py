@@ -16,7 +16,6 @@ from boost.checkpoint.weights import parameter_slices, saved_config
 from boost.config import TrainConfig
 from boost.errors import UserError
 from boost.parallel.mesh import Group, Mesh
-from boost.training.optimizers.adamw import MOMENTS
 
 logger = logging.getLogger("boost")
 
@@ -32,7 +31,8 @@ UNLOGGED = ("run", "logging")
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], dict[str, Tensor]]:
-    return lambda parameter: {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
+    """What an optimiser keeps for a parameter in the parameter's shape; the rest is one count of steps for all."""
+    return lambda parameter: {kind: value for kind, value in optimizer.state[parameter].items() if kind != "step"}
 
 
 def save_state(
@@ -49,7 +49,9 @@ def save_state(
     """Writes `root/step-{step}` from all ranks, or begins to."""
     # Data-parallel replicas are equal: the first writes.
     slices = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True) if mesh.replicas.rank == 0 else ()
-    state = {"step": step, "optimizer_steps": step, "data_fingerprint": fingerprint}
+    # LORO counts from its last exact step.
+    optimizer_steps = int(next(iter(optimizer.state.values()))["step"])
+    state = {"step": step, "optimizer_steps": optimizer_steps, "data_fingerprint": fingerprint}
     files = {"config.yaml": config.to_yaml().encode(), "tokenizer.json": tokenizer}
     saver.save(root, step, slices, state, files=files, keep=config.checkpoint.keep)
 
