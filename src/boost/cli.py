@@ -197,7 +197,7 @@ def export(
 def import_(
     source: Annotated[Path, typer.Argument(help="A Hugging Face directory: config.json and safetensors files.")],
     out: Annotated[Path, typer.Argument(help="The checkpoint to make; run.init_from takes it.")],
-    kind: Annotated[Literal["llama", "boost", "cola", "cola-m"], typer.Option("--from", help="Whose it is.")],
+    kind: Annotated[Literal["llama", "boost", "cola", "cola-m", "loro"], typer.Option("--from", help="Whose it is.")],
     rank: Annotated[int | None, typer.Option(min=1, help="Cut a LLaMA's linears to this rank; default: keep.")] = None,
     method: Annotated[Literal["svd"], typer.Option(help="How they are cut.")] = "svd",
     tokenizer: Annotated[str | None, typer.Option(help="As for `data prepare`; default: the one in SOURCE.")] = None,

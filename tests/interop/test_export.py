@@ -140,6 +140,9 @@ def test_refusals(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "dense", linear="dense")
     with pytest.raises(UserError, match=r"--merge: a dense model has no factors"):
         export(tmp_path / "dense", tmp_path / "out", merge=True)
+    write_checkpoint(tmp_path / "lax", crossing="identity")
+    with pytest.raises(UserError, match=r"model: linear low_rank with crossing identity cannot be exported yet"):
+        export(tmp_path / "lax", tmp_path / "out")
     write_checkpoint(tmp_path / "uneven", heads=6)
     with pytest.raises(UserError, match=r"model\.heads: cannot be exported.*expected a divisor of 32, got 6"):
         export(tmp_path / "uneven", tmp_path / "out")

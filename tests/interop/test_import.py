@@ -193,6 +193,29 @@ def test_published_cola_comes_in(kind: Any, file: str, tmp_path: Path) -> None:
         assert distance(model(golden.ids), golden.logits) <= 1e-5
 
 
+def test_loro_comes_in(tmp_path: Path) -> None:
+    """LORO's layout: `weight_in` [d_in, r], `weight_out` [d_out, r], a LLaMA otherwise, its rank in no file."""
+    run = write_checkpoint(tmp_path / "run", vocab_size=4099, bottleneck_activation="none")
+    export(run, tmp_path / "hf")
+
+    def as_loro(weights: dict[str, Tensor]) -> None:
+        for name in list(weights):
+            if name.endswith("proj.down.weight"):
+                prefix = name.removesuffix("down.weight")
+                weights[f"{prefix}weight_in"] = weights.pop(name).t().contiguous()
+                weights[f"{prefix}weight_out"] = weights.pop(f"{prefix}up.weight")
+
+    edit_weights(tmp_path / "hf", as_loro)
+    edit_config(tmp_path / "hf", model_type="llama", rank=None)
+    import_checkpoint("loro", tmp_path / "hf", tmp_path / "in")
+    first, again = open_checkpoint(run), open_checkpoint(tmp_path / "in")
+    assert again.state_hash == first.state_hash
+    assert saved_config(again).model == saved_config(first).model
+    edit_config(tmp_path / "hf", model_type="cola")
+    with pytest.raises(UserError, match=r"lacks model\.layers\.0\.self_attn\.q_proj\.cola_a"):
+        import_checkpoint("cola", tmp_path / "hf", tmp_path / "other")
+
+
 def test_an_imported_checkpoint_starts_a_run(llama: Path, tmp_path: Path) -> None:
     """What `run.init_from` loads: every parameter of the model, at any step in the name."""
     import_checkpoint("llama", llama, tmp_path / "step-7", rank=6)

@@ -1,4 +1,4 @@
-"""Import of Hugging Face directories: LLaMA (whole, or cut to a rank), CoLA, CoLA-M, and what `boost export` writes.
+"""Import of Hugging Face directories: LLaMA (whole, or cut to a rank), CoLA, CoLA-M, LORO, and our exports.
 
 Names and shapes of all tensors are compared before any is read, and only safetensors files are: nothing is executed.
 """
@@ -24,7 +24,7 @@ from boost.errors import UserError
 from boost.interop.names import foreign_name, model_fields, shapes
 from boost.interop.staging import staged
 
-Kind = Literal["llama", "boost", "cola", "cola-m"]
+Kind = Literal["llama", "boost", "cola", "cola-m", "loro"]
 # Tables of a formula, which old releases saved with the weights.
 TABLES = ".rotary_emb.inv_freq"
 # The linears of a CoLA-M layer are cut in two, each half in the segment that recomputes it.
@@ -295,6 +295,20 @@ def _cola_fields(first: str) -> Callable[[Mapping[str, Any], Weights, str], dict
     return fields
 
 
+def _loro_fields(config: Mapping[str, Any], weights: Weights, where: str) -> dict[str, Any]:
+    rank = weights.shape("model.layers.0.self_attn.q_proj.weight_in")[1]
+    return {"linear": "low_rank", "rank": rank, "bottleneck_activation": "none"}
+
+
+def _loro_name(name: str, model: ModelSection) -> Place:
+    key = foreign_name(name, low_rank=False)
+    if key.endswith(".down.weight"):
+        return Place(key.removesuffix("down.weight") + "weight_in", transposed=True)
+    if key.endswith(".up.weight"):
+        return Place(key.removesuffix("up.weight") + "weight_out")
+    return Place(key)
+
+
 def _cola_name(name: str, model: ModelSection) -> Place:
     key = foreign_name(name, low_rank=False)
     for factor, theirs in ((".down.weight", ".cola_a"), (".up.weight", ".cola_b")):
@@ -322,4 +336,5 @@ _KINDS: dict[str, tuple[_Read, Callable[[str, ModelSection], Place], str]] = {
     "boost": (_boost_fields, lambda name, model: Place(foreign_name(name, low_rank=True)), "boost"),
     "cola": (_cola_fields("model.layers.0.self_attn.q_proj.cola_a"), _cola_name, "cola"),
     "cola-m": (_cola_fields("model.layers.0.pre_attn.pre_q_proj.cola_a"), _cola_m_name, "cola_m"),
+    "loro": (_loro_fields, _loro_name, "llama"),
 }
