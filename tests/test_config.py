@@ -329,7 +329,6 @@ def test_dense_models_have_one_layout() -> None:
         ({"parallel": {"tensor_layout": "vanilla"}}, "vanilla layouts split them"),
         ({"parallel": {"sequence_sharded_bottleneck": True}}, "alone in sequence_sharded_bottleneck"),
         ({"parallel": {"overlap": "split_batch"}}, "split_batch hands on the residual stream alone"),
-        ({"parallel": {"pp": 2, "pipeline_schedule": "gpipe"}}, "stage of pp"),
         ({"train": {"compile": True}}, "what train.compile compiles"),
     ],
 )

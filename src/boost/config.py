@@ -478,7 +478,6 @@ def _crossing_rules(config: TrainConfig) -> Iterator[Violation]:
             parallel.overlap == "split_batch",
             "hands bottlenecks from block to block, and split_batch hands on the residual stream alone",
         ),
-        "parallel.pp": (parallel.pp > 1, "hands bottlenecks from block to block, and not from stage to stage of pp"),
         "train.compile": (config.train.compile, "is outside of what train.compile compiles"),
     }
     for field, (broken, reason) in refused.items():

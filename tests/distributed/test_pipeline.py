@@ -88,6 +88,7 @@ def config(case: Case, layout: tuple[int, int, int]) -> TrainConfig:
         "mlp_bias": tied,
         "tie_embeddings": tied,
         "dropout": case.get("dropout", 0.0),
+        "crossing": case.get("crossing", "none"),
     }
     parallel = {
         "tp": tp,
@@ -185,6 +186,27 @@ def chosen() -> list[Case]:
 def test_pipelines_equal_the_single_process(layout: tuple[int, int, int]) -> None:
     cases = [case for case in chosen() if case["layout"] == layout]
     assert len(cases) >= 5
+    tp, pp, dp = layout
+    results = run_ranks(tp * pp * dp, train_all, cases, layout=(pp, dp, tp))
+    for number, case in enumerate(cases):
+        check(case, [rank[number] for rank in results], train(Mesh(), case))
+
+
+CROSSED: list[Case] = [
+    {**dict(zip(AXES, values, strict=True)), "crossing": crossing}
+    for crossing, *values in [
+        ("tensor", (2, 2, 1), "1f1b", "latent", "weight_grads", "btp", True, 0),
+        ("dense", (2, 2, 1), "zbv", "none", "none", "btp", False, 0),
+        ("identity", (2, 2, 1), "interleaved_1f1b", "none", "none", "btp", False, 0),
+        ("diagonal", (1, 2, 2), "gpipe", "none", "none", "btp", True, 3),
+    ]
+]
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_stages_hand_bottlenecks_on(layout: tuple[int, int, int]) -> None:
+    """Crossings do not end at a boundary; there rank 6 at seven linears is divided over tp."""
+    cases = [case for case in CROSSED if case["layout"] == layout]
     tp, pp, dp = layout
     results = run_ranks(tp * pp * dp, train_all, cases, layout=(pp, dp, tp))
     for number, case in enumerate(cases):

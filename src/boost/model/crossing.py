@@ -22,13 +22,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import ModelSection
 from boost.kernels.activation import Activation
 from boost.kernels.norm import layer_norm
 from boost.model.low_rank import Linear
-from boost.parallel.sharding import Init, Part, Sharded
+from boost.parallel.collectives import join_last, own_last
+from boost.parallel.mesh import Group
+from boost.parallel.sharding import Init, Part, Sharded, padded_share
 
 NORM_EPS = 1e-6  # of the published code
 
@@ -139,6 +142,32 @@ def balanced(rank: int) -> tuple[int, int]:
     """The two factors of the rank that are nearest to each other, the smaller first."""
     small = next(a for a in range(math.isqrt(rank), 0, -1) if rank % a == 0)
     return small, rank // small
+
+
+LINEARS = 7  # of a block
+
+
+def boundary_columns(model: ModelSection, tp: Group) -> int:
+    """What this rank sends of the bottlenecks from one pipeline stage to the next, per token."""
+    return 0 if model.crossing == "none" else padded_share(LINEARS * (model.rank or 0), tp)
+
+
+def pack(x_Td: Tensor, taken_up: Sequence[Tensor], tp: Group) -> Tensor:
+    """What leaves a pipeline stage: the residual stream, and this rank's columns of what the next block takes up."""
+    taps_TR = torch.cat(list(taken_up), dim=-1)
+    padded = F.pad(taps_TR, (0, -taps_TR.shape[-1] % tp.size))
+    return torch.cat([x_Td, own_last(padded, tp)], dim=-1)
+
+
+def unpack(packed: Tensor, width: int, columns: Sequence[int], tp: Group) -> tuple[Tensor, Sequence[Tensor]]:
+    """The inverse of `pack`, on arrival: one all-gather, and in backward none.
+
+    Args:
+        width: of the residual stream.
+        columns: of each tensor that a block takes up.
+    """
+    x_Td, share = packed.tensor_split([width], dim=-1)
+    return x_Td, join_last(share, tp).narrow(-1, 0, sum(columns)).split(list(columns), dim=-1)
 
 
 class Crossing(nn.Module):

@@ -21,6 +21,7 @@ from boost.model.blocks.bottleneck import BottleneckBlock, block_stages
 from boost.model.blocks.dense import DenseBlock
 from boost.model.blocks.vanilla import VanillaBlock
 from boost.model.context import Context, KeyValueCache, Recompute
+from boost.model.crossing import pack, unpack
 from boost.model.embedding import HiddenShardedEmbedding, VocabShardedTable
 from boost.model.loss import chunk_tokens, head_loss
 from boost.model.norm import Gain
@@ -74,9 +75,8 @@ class Decoder(nn.Module):
         self.recompute, self.queue = recompute, queue
         self.split_batch = parallel.overlap == "split_batch" and tp.size > 1
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
-        assert model.crossing == "none" or (self.hidden_sharded and not self.split_batch), (
-            "refused by the configuration"
-        )
+        self.crossing = model.crossing != "none"
+        assert not self.crossing or (self.hidden_sharded and not self.split_batch), "refused by the configuration"
         kind = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
 
         self.stream = make_stream(parallel.sequence_parallel, tp)
@@ -147,25 +147,31 @@ class Decoder(nn.Module):
         """What the layers held here make of their input.
 
         Args:
-            x: token ids [T] with the first layer, else the residual stream [T, d].
+            x: token ids [T] with the first layer, else the residual stream [T, d]; with crossings beside it what
+                the first block takes up (`boost.model.crossing.pack`).
             batch, sequence: the shape of the token ids.
 
         Returns:
-            Normalised hidden states [T, D] with the last layer, else the residual stream [T, d].
+            Normalised hidden states [T, D] with the last layer, else what the next stage takes.
         """
         context = self._context(batch, sequence, x.device, samples, cache)
         x_Td = self.embedding(x, self.dtype) if self.first else x
+        taken_up: Sequence[Tensor] = ()
+        if self.crossing and not self.first:
+            columns = cast(BottleneckBlock, self.blocks[0]).columns
+            x_Td, taken_up = unpack(x_Td, self.model.hidden_size // self.tp.size, columns, self.tp)
         if self.split_batch and torch.is_grad_enabled() and context.batch > 1:
             x_Td = self._interleaved(x_Td, context)
         else:
             run = recompute_block if self.recompute == "block" else call
-            taken_up: Sequence[Tensor] = ()
             for block in self.blocks:
                 if self.hidden_sharded:
                     x_Td, taken_up = run(block, x_Td, context, taken_up)
                 else:
                     x_Td = run(block, x_Td, context)
-        return self._final_norm(x_Td, context.tokens) if self.last else x_Td
+        if self.last:
+            return self._final_norm(x_Td, context.tokens)
+        return pack(x_Td, taken_up, self.tp) if self.crossing else x_Td
 
     def _interleaved(self, x_Td: Tensor, context: Context) -> Tensor:
         """The blocks over two halves of the batch that take turns."""

@@ -1,7 +1,8 @@
 """A decoder cut into pipeline stages: which layers each has, and this rank's stages as one model.
 
 Under BTP what crosses from stage to stage is this rank's shard of the residual stream, d / tp wide; every tp rank
-sends to the tp rank of its own number. In the other layouts the stream, and what crosses, is whole.
+sends to the tp rank of its own number. Bottlenecks that a next block takes up (`boost.model.crossing`) go with it,
+1 / tp of them from each rank. In the other layouts the stream, and what crosses, is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from boost.config import ModelSection, TrainConfig
 from boost.model import costs
+from boost.model.crossing import boundary_columns
 from boost.model.decoder import Decoder
 from boost.parallel.bubble import actions, idle_fraction
 from boost.parallel.collectives import all_reduce, swap
@@ -92,6 +94,7 @@ class PipelinedDecoder(nn.Module):
         if model.tie_embeddings and first.first and last.last:
             last.head = first.embedding  # type: ignore[assignment]
         width = model.hidden_size // (mesh.tp.size if first.hidden_sharded else 1)
+        width += boundary_columns(model, mesh.tp)
         self.pipeline = Pipeline(
             parallel.pipeline_schedule,
             {index: _Section(decoder) for index, decoder in zip(indices, self.decoders, strict=True)},

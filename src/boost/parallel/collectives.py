@@ -215,6 +215,28 @@ class _ScatterLast(torch.autograd.Function):
         return _gather_last(grad, ctx.group), None
 
 
+class _OwnLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size, -1)[group.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_last(grad, ctx.group), None
+
+
+class _JoinLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_last(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size, -1)[ctx.group.rank], None
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, group: Group, queue: WeightGradQueue | None) -> Tensor:
@@ -263,6 +285,16 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 def scatter_last(x: Tensor, group: Group) -> Tensor:
     """Partial sums [..., n * size] to this rank's complete shard [..., n]; backward gathers the gradients."""
     return x if group.size == 1 else _ScatterLast.apply(x, group)
+
+
+def own_last(x: Tensor, group: Group) -> Tensor:
+    """This rank's columns [..., n] of what is equal on all ranks, [..., n * size]; backward gathers the gradients."""
+    return x if group.size == 1 else _OwnLast.apply(x, group)
+
+
+def join_last(x: Tensor, group: Group) -> Tensor:
+    """Columns [..., n] to [..., n * size] on every rank, whose gradient is equal on all; backward takes its own."""
+    return x if group.size == 1 else _JoinLast.apply(x, group)
 
 
 def gather_rows(x: Tensor, rows: int, group: Group, queue: WeightGradQueue | None = None) -> Tensor:

@@ -106,6 +106,12 @@ class BottleneckBlock(nn.Module):
         x_Td, taps = self.finish(x_Td, z, context)
         return x_Td, [*onward, *taps]
 
+    @property
+    def columns(self) -> list[int]:
+        """The widths of what it takes up, in order."""
+        groups = (self.qkv_crossings, self.o_crossings, self.gate_up_crossings, self.down_crossings)
+        return [crossing.groups * (self.model.rank or 0) for group in groups for crossing in group]
+
     def chunks(self, context: Context) -> list[Chunk]:
         """The block's four chunks in order; a bridge follows each. All take and return the residual stream."""
         rest: list[Chunk] = [self.chunk_attention, self.chunk_gate_up, self.chunk_down]
