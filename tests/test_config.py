@@ -365,7 +365,11 @@ def test_loro_goes_with_svd_under_btp_at_every_zero_stage() -> None:
             "no factor of model.kv_heads x model.head_size = 16",
             {"model": {**SVD, "kv_heads": 1, "rank": 17}},
         ),
-        ("optimizer.name", "the rank whole on every rank", {"parallel": {"tp": 2, "tensor_layout": "vanilla"}}),
+        (
+            "optimizer.name",
+            "the rank of a factor whole on every rank",
+            {"parallel": {"tp": 2, "tensor_layout": "vanilla"}},
+        ),
         (
             "schedule.warmup_steps",
             "longer than the run",
@@ -378,6 +382,14 @@ def test_what_loro_does_not_go_with(field: str, reason: str, sections: dict[str,
     assert field in problem and reason in problem
 
 
+def test_muon_is_for_whole_factors() -> None:
+    muon = {"name": "muon"}
+    assert config(optimizer=muon, parallel={"tp": 2, "dp": 2, "zero": 3}).optimizer.name == "muon"
+    assert "factors of low-rank linears" in refusal(optimizer=muon, model={"linear": "dense"})
+    problem = refusal(optimizer=muon, parallel={"tp": 2, "tensor_layout": "vanilla_sharded_heads"})
+    assert "muon needs the rank of a factor whole on every rank" in problem
+
+
 def test_the_jagged_cosine_is_for_loro_only() -> None:
     assert "after each exact step of LORO" in refusal(schedule={"name": "jagged_cosine"})
 
@@ -387,7 +399,6 @@ def test_the_jagged_cosine_is_for_loro_only() -> None:
     [
         ("model.linear", "sltrain"),
         ("model.linear", "relora"),
-        ("optimizer.name", "muon"),
         ("logging.wandb", True),
         ("logging.trackio", True),
     ],

@@ -575,6 +575,7 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             got="latent",
         )
     yield from _loro_rules(config)
+    yield from _factor_rules(config)
     if config.optimizer.exact_every is not None and config.optimizer.name != "loro":
         yield Violation(
             ("optimizer.exact_every", "optimizer.name"),
@@ -632,12 +633,24 @@ def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
             expected=f"at most {widths[narrowest]}",
             got=model.rank,
         )
-    if config.parallel.tp > 1 and config.layout != "btp":
+
+
+def _factor_rules(config: TrainConfig) -> Iterator[Violation]:
+    """What both optimisers of factors need."""
+    name = config.optimizer.name
+    if name == "muon" and config.model.linear != "low_rank":
+        yield Violation(
+            ("optimizer.name", "model.linear"),
+            "muon is for the factors of low-rank linears",
+            expected="adamw, or model.linear = low_rank",
+            got="muon",
+        )
+    elif name != "adamw" and config.parallel.tp > 1 and config.layout in ("vanilla", "vanilla_sharded_heads"):
         yield Violation(
             ("optimizer.name", "parallel.tensor_layout", "parallel.tp"),
-            f"loro's exact step needs the rank whole on every rank, and {config.layout} divides it over tp",
-            expected="parallel.tensor_layout = btp or parallel.tp = 1",
-            got="loro",
+            f"{name} needs the rank of a factor whole on every rank, and {config.layout} divides it over tp",
+            expected="adamw, parallel.tensor_layout = btp or parallel.tp = 1",
+            got=name,
         )
 
 
@@ -717,7 +730,6 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
 # Fields with values that are part of the schema but not of this version, and the values that are available.
 NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
     "model.linear": ("dense", "low_rank"),
-    "optimizer.name": ("adamw", "loro"),
     "logging.wandb": (False,),
     "logging.trackio": (False,),
 }

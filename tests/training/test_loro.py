@@ -18,7 +18,7 @@ from boost.parallel.sharding import described
 from boost.training.batches import Batch, MicroBatch
 from boost.training.loop import build_model, update
 from boost.training.optimizers.build import build_optimizer
-from boost.training.optimizers.loro import factor_pairs
+from boost.training.optimizers.factors import factor_pairs
 from boost.training.optimizers.retraction import SingularGramError, coefficients, grams
 from tests.distributed.harness import run_ranks
 from tests.models import distance, load, perturbed, tensors, worst
@@ -98,22 +98,30 @@ def test_a_factor_that_has_lost_rank_is_named(factor: str, how: str) -> None:
         coefficients(grams(m, n, torch.ones_like(m), torch.ones_like(n)), 0.1)
 
 
-def settings_of(pp: int = 1, dp: int = 1, tp: int = 1, zero: int = 0, replicate: int = 1, **model: Any) -> TrainConfig:
+def settings_of(
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    zero: int = 0,
+    replicate: int = 1,
+    optimizer: dict[str, Any] = LORO,
+    **model: Any,
+) -> TrainConfig:
     """Sizes that divide neither over tp nor over dp, biases, GQA and tied embeddings."""
     sizes = {"hidden_size": 36, "ffn_size": 43, "layers": 2, "heads": 4, "kv_heads": 4, "head_size": 6}
     more = {"vocab_size": 51, "rank": 6, "bottleneck_activation": "none", "init_std": 0.3, "tie_embeddings": True}
     return TrainConfig.from_dict(
         {
             "model": {**sizes, **more, "attention_bias": True, **model},
-            "optimizer": LORO,
+            "optimizer": optimizer,
             "train": {"precision": "fp64", "global_batch_size": BATCH, "micro_batch_size": 2, "sequence_length": 8},
             "parallel": {"pp": pp, "dp": dp, "tp": tp, "zero": zero, "dp_replicate": replicate},
         }
     )
 
 
-def trained(mesh: Mesh, config: TrainConfig) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and whole products and other parameters of this rank's stage, after five steps, two of them exact."""
+def take_steps(mesh: Mesh, config: TrainConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of five steps, and whole canonical parameters of this rank's stage after them."""
     model = build_model(config, mesh)
     load(model, perturbed(tensors(build_model(settings_of(), Mesh()))), mesh.tp)
     optimizer = build_optimizer(model, config, mesh)
@@ -128,9 +136,15 @@ def trained(mesh: Mesh, config: TrainConfig) -> tuple[list[float], dict[str, Ten
         micro = [MicroBatch(ids[i, :-1], labels[i], range(int(i[0]), int(i[-1]) + 1)) for i in mine.split(2)]
         batch = Batch(micro, int((labels != -100).sum()), "")
         seen.append(update(model, optimizer, batch, 1e-2, None, mesh, step, zero=config.parallel.zero)[0])
-    whole = tensors(model, tp=mesh.tp, shards=mesh.shards)
-    for pair in factor_pairs(model):
-        whole[pair.name] = whole.pop(f"{pair.name}.up.weight") @ whole.pop(f"{pair.name}.down.weight")
+    return seen, tensors(model, tp=mesh.tp, shards=mesh.shards)
+
+
+def trained(mesh: Mesh, config: TrainConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """The same with products in place of factors, whose signs are free; two of the steps are exact."""
+    seen, whole = take_steps(mesh, config)
+    for up in [name for name in whole if name.startswith("blocks") and name.endswith(".up.weight")]:
+        linear = up.removesuffix(".up.weight")
+        whole[linear] = whole.pop(up) @ whole.pop(f"{linear}.down.weight")
     return seen, whole
 
 

@@ -9,6 +9,7 @@ from boost.config import TrainConfig
 from boost.parallel.mesh import Mesh
 from boost.training.optimizers.adamw import build_adamw
 from boost.training.optimizers.loro import LORO
+from boost.training.optimizers.muon import Muon
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
@@ -18,4 +19,6 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
     """
     if config.optimizer.name == "loro":
         return LORO(model, config.optimizer, config.model, mesh)
+    if config.optimizer.name == "muon":
+        return Muon(model, config.optimizer, mesh)
     return build_adamw(model, config.optimizer)

@@ -8,7 +8,6 @@ bases have turned. Mo et al., ICLR 2025; the arithmetic is that of the published
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,39 +17,11 @@ from boost.config import ModelSection, OptimizerSection
 from boost.errors import NumericsError
 from boost.parallel.collectives import all_reduce, broadcast
 from boost.parallel.mesh import Mesh
-from boost.parallel.sharding import Part, described, held_rows
+from boost.parallel.sharding import described, held_rows
+from boost.training.optimizers.factors import Factor, Pair, factor_pairs
 from boost.training.optimizers.retraction import SingularGramError, coefficients, grams
 
 FAILURES = {"A": 1.0, "B": 2.0}  # how a rank tells the others which factor has lost rank
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One canonical factor inside a parameter, which may hold several."""
-
-    parameter: nn.Parameter
-    part: Part
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The two factors of one linear y = (x A) B: `down` is A, canonical [r, d_in], `up` is B, canonical [d_out, r]."""
-
-    name: str
-    down: Factor
-    up: Factor
-
-
-def factor_pairs(model: nn.Module) -> list[Pair]:
-    """The low-rank linears of the model, single however they are grouped, in the same order on every rank."""
-    factors = {part.name: Factor(parameter, part) for parameter, parts in described(model) for part in parts}
-    pairs = []
-    for name, down in factors.items():
-        prefix = name.removesuffix(".down.weight")
-        up = factors.get(f"{prefix}.up.weight")
-        if prefix != name and up is not None:
-            pairs.append(Pair(prefix, down, up))
-    return pairs
 
 
 class LORO(torch.optim.Optimizer):
@@ -158,8 +129,7 @@ class LORO(torch.optim.Optimizer):
             here = (self.mesh.tp.rank, self.mesh.shards.rank) == (in_tp, in_shards)
             mine.append(total if here else None)
         for pair, total in zip(pairs, mine, strict=True):
-            rank = pair.down.part.shape[0]
-            result = torch.zeros(1 + 4 * rank**2, dtype=torch.float64, device=pair.down.parameter.device)
+            result = torch.zeros(1 + 4 * pair.rank**2, dtype=torch.float64, device=pair.down.parameter.device)
             if total is not None:
                 try:
                     result[1:] = coefficients(total, eta).view(-1)
@@ -176,11 +146,10 @@ class LORO(torch.optim.Optimizer):
                 f"factor {factor} has lost rank (its Gram matrix is singular), so LORO's exact step is undefined",
                 hint="lower model.rank, optimizer.lr or optimizer.weight_decay; no checkpoint was written since",
             )
-        rank = pair.down.part.shape[0]
         m, n, dm, dn = self._rows(pair)
-        by_m, by_dm, by_n, by_dn = result[1:].view(4, rank, rank)
-        pair.up.part.view(pair.up.parameter, self.mesh.tp).copy_(m @ by_m + dm @ by_dm)
-        pair.down.part.view(pair.down.parameter, self.mesh.tp).copy_((n @ by_n + dn @ by_dn).t())
+        by_m, by_dm, by_n, by_dn = result[1:].view(4, pair.rank, pair.rank)
+        pair.up.rows(pair.up.parameter, self.mesh.tp).copy_(m @ by_m + dm @ by_dm)
+        pair.down.rows(pair.down.parameter, self.mesh.tp).copy_(n @ by_n + dn @ by_dn)
 
     def _rows(self, pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """This rank's rows of M = B and N = A^T, and of their directions, in fp64."""
@@ -188,13 +157,13 @@ class LORO(torch.optim.Optimizer):
         def held(factor: Factor) -> tuple[Tensor, Tensor]:
             state = self.state[factor.parameter]
             weight, first, second = (
-                factor.part.view(tensor, self.mesh.tp).double()
+                factor.rows(tensor, self.mesh.tp).double()
                 for tensor in (factor.parameter, state["exp_avg"], state["exp_avg_sq"])
             )
             return weight, first / (second.sqrt() + self.eps)
 
         (m, dm), (n, dn) = held(pair.up), held(pair.down)
-        return m, n.t(), dm, dn.t()
+        return m, n, dm, dn
 
 
 def _place(number: int, mesh: Mesh) -> tuple[int, int, int]:
