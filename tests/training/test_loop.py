@@ -148,16 +148,19 @@ def test_state_survives_a_change_of_layout(settings: Settings, tmp_path: Path) -
 
 
 def test_a_run_goes_on_in_other_layouts(settings: Settings, tmp_path: Path) -> None:
-    """2 + 2 + 2 steps at (dp 2, tp 2) with ZeRO 3, dp 4 with ZeRO 1 and tp 4 follow the uninterrupted run."""
+    """Part at a pipeline with tp, part at dp 4 with ZeRO 3, ... follow the uninterrupted run."""
     settings["schedule"]["name"] = "constant"  # a cosine would know where the parts end
     layouts: list[dict[str, Any]] = [
+        {"parallel__pp": 2, "parallel__tp": 2, "train__micro_batch_size": 1},
+        {"parallel__dp": 4, "parallel__zero": 3},
+        {"parallel__tp": 4},
         {"parallel__dp": 2, "parallel__tp": 2, "parallel__zero": 3},
         {"parallel__dp": 4, "parallel__zero": 1},
-        {"parallel__tp": 4},
+        {},
     ]
     whole = run(in_directory(settings, tmp_path, "whole"))
-    for number, layout in enumerate(layouts, 1):
-        parts = run(in_directory(settings, tmp_path, "parts", train__steps=2 * number, **layout))
+    for steps, layout in enumerate(layouts, 1):
+        parts = run(in_directory(settings, tmp_path, "parts", train__steps=steps, **layout))
     assert [record["batch_hash"] for record in parts] == [record["batch_hash"] for record in whole]
     for record, reference in zip(parts, whole, strict=True):
         for name in ("loss", "grad_norm"):
