@@ -134,13 +134,19 @@ class PipelinedDecoder(nn.Module):
         """
         self._tokens = tokens
         losses = self.pipeline.train(inputs, labels, torch.tensor(samples))
+        return self._total(losses)
+
+    def join_twins(self) -> None:
+        """Adds up the gradients of a table that the first and the last stage both hold.
+
+        After any sum over dp: the two ends add that up in other orders, and must not end with other gradients.
+        """
         if self.twin is not None:
             table = (self.decoders[0].embedding if self.pipeline.holds_first else self.decoders[-1].head).weight
             assert table.grad is not None
             rows, _ = held_rows(table.grad)
             if rows.numel():
                 rows += swap(rows, self.twin, self.pp)
-        return self._total(losses)
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses in fp64 without gradients, equal on all pp ranks.

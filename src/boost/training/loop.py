@@ -287,6 +287,8 @@ def update(
     total = forward_backward(model, batch, mesh, zero)
     if mesh.shards.size == 1:
         sum_gradients(model.parameters(), mesh.dp)
+    if isinstance(model, PipelinedDecoder):
+        model.join_twins()
     norm = gradient_norm(model, mesh.tp, mesh.shards, mesh.pp)
     loss_value, norm_value = all_reduce(all_reduce(total, mesh.dp), mesh.pp).item(), norm.item()
     for name, value in (("loss", loss_value), ("grad_norm", norm_value)):
