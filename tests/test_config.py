@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from boost.config import NOT_AVAILABLE, ConfigError, ModelSection, TrainConfig
+from boost.config import ConfigError, ModelSection, TrainConfig
+from boost.config_rules import NOT_AVAILABLE
 from boost.errors import UserError
 
 MODEL = {"hidden_size": 64, "ffn_size": 100, "layers": 2, "heads": 4, "vocab_size": 101}

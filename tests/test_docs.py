@@ -16,7 +16,8 @@ import pytest
 import typer
 
 from boost.cli import app
-from boost.config import NOT_AVAILABLE, TrainConfig, preset_names
+from boost.config import TrainConfig, preset_names
+from boost.config_rules import NOT_AVAILABLE
 from boost.model.costs import parameters
 
 ROOT = Path(__file__).parent.parent

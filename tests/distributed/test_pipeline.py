@@ -16,7 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.flop_counter import FlopCounterMode
 
 from boost.bench.memory import track_storages
-from boost.config import STAGES_PER_RANK, ZERO_BUBBLE, TrainConfig
+from boost.config import TrainConfig
+from boost.config_rules import STAGES_PER_RANK, ZERO_BUBBLE
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.bubble import Action, actions
 from boost.parallel.collectives import count_collectives

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from boost.config import STAGES_PER_RANK
+from boost.config_rules import STAGES_PER_RANK
 from boost.model.stages import held_stages
 from boost.parallel.bubble import Action, actions, idle_fraction
 from boost.parallel.mesh import Mesh

@@ -14,7 +14,8 @@ from torch import nn
 from boost.checkpoint.saver import Saver
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
 from boost.checkpoint.weights import load_weights
-from boost.config import ZERO_BUBBLE, TrainConfig
+from boost.config import TrainConfig
+from boost.config_rules import ZERO_BUBBLE
 from boost.data.dataset import Dataset, open_dataset
 from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate

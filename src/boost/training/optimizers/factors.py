@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from boost.config import OptimizerSection
 from boost.parallel.mesh import Group
 from boost.parallel.sharding import Part, described
 
@@ -51,3 +54,17 @@ def factor_pairs(model: nn.Module) -> list[Pair]:
         if prefix != name and up is not None:
             pairs.append(Pair(prefix, Factor(*down, wide=1), Factor(*up, wide=0)))
     return pairs
+
+
+def parameter_groups(model: nn.Module, config: OptimizerSection, factors: Iterable[Factor]) -> list[dict[str, Any]]:
+    """Groups of an optimiser, none empty: the factors, other parameters that are decayed, and those that are not."""
+    held = {id(factor.parameter) for factor in factors}
+    groups: list[dict[str, Any]] = [
+        {"params": [], "decay": config.weight_decay, "factors": True},
+        {"params": [], "decay": config.weight_decay, "factors": False},
+        {"params": [], "decay": 0.0, "factors": False},
+    ]
+    for parameter, parts in described(model):
+        regular = 1 if config.decay_norms or parts[0].decayed else 2
+        groups[0 if id(parameter) in held else regular]["params"].append(parameter)
+    return [group for group in groups if group["params"]]

@@ -8,7 +8,6 @@ bases have turned. Mo et al., ICLR 2025; the arithmetic is that of the published
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from boost.config import ModelSection, OptimizerSection
 from boost.errors import NumericsError
 from boost.parallel.collectives import all_reduce, broadcast
 from boost.parallel.mesh import Mesh
-from boost.parallel.sharding import described, held_rows
-from boost.training.optimizers.factors import Factor, Pair, factor_pairs
+from boost.parallel.sharding import held_rows
+from boost.training.optimizers.factors import Factor, Pair, factor_pairs, parameter_groups
 from boost.training.optimizers.retraction import SingularGramError, coefficients, grams
 
 FAILURES = {"A": 1.0, "B": 2.0}  # how a rank tells the others which factor has lost rank
@@ -36,16 +35,8 @@ class LORO(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, config: OptimizerSection, model_section: ModelSection, mesh: Mesh) -> None:
         assert config.exact_every is not None and model_section.rank is not None
         self.pairs, self.mesh, self.exact_every = factor_pairs(model), mesh, config.exact_every
-        factors = {id(factor.parameter) for pair in self.pairs for factor in (pair.down, pair.up)}
-        groups: list[dict[str, Any]] = [
-            {"params": [], "decay": config.weight_decay, "factors": True},
-            {"params": [], "decay": config.weight_decay, "factors": False},
-            {"params": [], "decay": 0.0, "factors": False},
-        ]
-        for parameter, parts in described(model):
-            regular = 1 if config.decay_norms or parts[0].decayed else 2
-            groups[0 if id(parameter) in factors else regular]["params"].append(parameter)
-        super().__init__([group for group in groups if group["params"]], {"lr": config.lr})
+        factors = (factor for pair in self.pairs for factor in (pair.down, pair.up))
+        super().__init__(parameter_groups(model, config, factors), {"lr": config.lr})
         self.betas, self.eps = config.betas, config.eps
         # The published code scales every factor by the model's width, those of the MLP's width too.
         self.factor_scale = model_section.rank / model_section.hidden_size

@@ -8,7 +8,6 @@ that ranks which share its rows communicate. `torch.optim.Muon` is the same on w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from boost.config import OptimizerSection
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
-from boost.parallel.sharding import described, held_rows
-from boost.training.optimizers.factors import Factor, factor_pairs
+from boost.parallel.sharding import held_rows
+from boost.training.optimizers.factors import Factor, factor_pairs, parameter_groups
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -37,16 +36,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, config: OptimizerSection, mesh: Mesh) -> None:
         self.mesh, self.betas, self.eps = mesh, config.betas, config.eps
         self.factors = [factor for pair in factor_pairs(model) for factor in (pair.down, pair.up)]
-        factors = {id(factor.parameter) for factor in self.factors}
-        groups: list[dict[str, Any]] = [
-            {"params": [], "decay": config.weight_decay, "factors": True},
-            {"params": [], "decay": config.weight_decay, "factors": False},
-            {"params": [], "decay": 0.0, "factors": False},
-        ]
-        for parameter, parts in described(model):
-            regular = 1 if config.decay_norms or parts[0].decayed else 2
-            groups[0 if id(parameter) in factors else regular]["params"].append(parameter)
-        super().__init__([group for group in groups if group["params"]], {"lr": config.lr})
+        super().__init__(parameter_groups(model, config, self.factors), {"lr": config.lr})
         self.count = torch.zeros((), dtype=torch.float32)
         for group in self.param_groups:
             kinds = ("momentum_buffer",) if group["factors"] else ("exp_avg", "exp_avg_sq")

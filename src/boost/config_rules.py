@@ -1,0 +1,447 @@
+"""Which fields of a configuration go together: every rule, and what of the schema this version does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from boost.config_loader import Violation
+
+if TYPE_CHECKING:
+    from boost.config import TrainConfig
+
+
+def violations_of(config: TrainConfig) -> list[Violation]:
+    """Everything that is wrong with a configuration whose fields are each of the right type."""
+    return [
+        *_model_rules(config),
+        *_tensor_parallel_rules(config),
+        *_baseline_rules(config),
+        *_bridge_rules(config),
+        *_crossing_rules(config),
+        *_zero_rules(config),
+        *_training_rules(config),
+        *_pipeline_rules(config),
+        *_availability_rules(config),
+    ]
+
+
+def _model_rules(config: TrainConfig) -> Iterator[Violation]:
+    model = config.model
+    if model.heads % model.kv_heads:
+        yield Violation(
+            ("model.kv_heads", "model.heads"),
+            "query heads cannot be shared out evenly",
+            expected=f"a divisor of model.heads = {model.heads}",
+            got=model.kv_heads,
+            hint=f"nearest: {_near_divisors(model.heads, model.kv_heads)}",
+        )
+    if "head_size" in model.model_fields_set:
+        if model.head_size % 2:
+            yield Violation(
+                ("model.head_size",),
+                "RoPE rotates pairs",
+                expected="an even number",
+                got=model.head_size,
+                hint=f"nearest: {_near_multiples(2, model.head_size)}",
+            )
+    elif model.hidden_size % (2 * model.heads):
+        yield Violation(
+            ("model.hidden_size", "model.heads", "model.head_size"),
+            "does not give heads of an even size, as RoPE needs them",
+            expected=f"a multiple of 2 x model.heads = {2 * model.heads}",
+            got=model.hidden_size,
+            hint=f"nearest: {_near_multiples(2 * model.heads, model.hidden_size)}; or set model.head_size",
+        )
+    if model.linear == "dense" and model.rank is not None:
+        yield Violation(("model.rank", "model.linear"), "a dense model has no rank", expected="null", got=model.rank)
+    if model.linear != "dense" and not model.rank:
+        yield Violation(
+            ("model.rank", "model.hidden_size"),
+            f"its default, model.hidden_size // 4, is 0 for model.hidden_size = {model.hidden_size}",
+            expected="a whole number >= 1",
+            got=0,
+        )
+
+
+def _tensor_parallel_rules(config: TrainConfig) -> Iterator[Violation]:
+    """What tp must divide. MLP and vocabulary are padded, the rank is never split, vanilla repeats attention."""
+    model, tp = config.model, config.parallel.tp
+    if model.linear == "dense" and config.parallel.tensor_layout != "btp":
+        yield Violation(
+            ("parallel.tensor_layout", "model.linear"),
+            "chooses how low-rank models are split; dense ones are always split as in Megatron",
+            expected="no value with model.linear = dense",
+            got=config.parallel.tensor_layout,
+            hint="leave it out",
+        )
+    whole: dict[str, int] = {}
+    if config.layout != "vanilla":
+        whole["model.heads"] = model.heads
+        if model.kv_heads != model.heads:
+            whole["model.kv_heads"] = model.kv_heads
+    if config.layout == "btp":
+        whole["model.hidden_size"] = model.hidden_size
+    for field, size in whole.items():
+        if size % tp:
+            yield Violation(
+                ("parallel.tp", field, "model.heads", "model.linear", "parallel.tensor_layout"),
+                f"the {config.layout} layout splits {field} = {size} over tp ranks",
+                expected=f"a divisor of {size}",
+                got=tp,
+                hint=f"nearest that suits: {_near_divisors(math.gcd(*whole.values()), tp)}",
+            )
+
+
+def _baseline_rules(config: TrainConfig) -> Iterator[Violation]:
+    """What only one of the baselines has."""
+    parallel = config.parallel
+    if not parallel.group_b and config.layout not in ("vanilla", "vanilla_sharded_heads"):
+        yield Violation(
+            ("parallel.group_b", "model.linear", "parallel.tensor_layout"),
+            "is about the wide all-reduces of the vanilla layouts",
+            expected="true",
+            got="false",
+        )
+    if parallel.sequence_parallel and (config.layout != "dense" or config.model.dropout or parallel.pp > 1):
+        yield Violation(
+            ("parallel.sequence_parallel", "model.linear", "model.dropout", "parallel.pp"),
+            "is for dense models without dropout and without pipeline stages",
+            expected="false",
+            got="true",
+        )
+
+
+def _bridge_rules(config: TrainConfig) -> Iterator[Violation]:
+    """Which forms of BTP's bridge go together."""
+    parallel = config.parallel
+    if parallel.bridge_dtype != "compute" and (
+        config.layout != "btp" or parallel.overlap == "split_batch" or parallel.sequence_sharded_bottleneck
+    ):
+        yield Violation(
+            (
+                "parallel.bridge_dtype",
+                "model.linear",
+                "parallel.tensor_layout",
+                "parallel.overlap",
+                "parallel.sequence_sharded_bottleneck",
+            ),
+            "is for the plain bridges of BTP: not for split_batch, nor for bottlenecks sharded over tokens",
+            expected="compute",
+            got=parallel.bridge_dtype,
+        )
+    if parallel.sequence_sharded_bottleneck and (
+        config.layout != "btp" or parallel.overlap == "split_batch" or parallel.norm == "sync"
+    ):
+        yield Violation(
+            (
+                "parallel.sequence_sharded_bottleneck",
+                "model.linear",
+                "parallel.tensor_layout",
+                "parallel.overlap",
+                "parallel.norm",
+            ),
+            "is for the bridges of BTP with the online norm, and not for split_batch",
+            expected="false",
+            got="true",
+        )
+
+
+def _crossing_rules(config: TrainConfig) -> Iterator[Violation]:
+    """Crossings are exact wherever bottlenecks are whole on every rank and all of a block's neighbours are at hand."""
+    model, parallel = config.model, config.parallel
+    if model.crossing == "none":
+        return
+    refused = {
+        "model.linear": (model.linear != "low_rank", "is for the bottlenecks of low_rank linears"),
+        "parallel.tensor_layout": (
+            config.layout.startswith("vanilla"),
+            "needs bottlenecks whole, and vanilla layouts split them",
+        ),
+        "parallel.sequence_sharded_bottleneck": (
+            parallel.sequence_sharded_bottleneck,
+            "has gates and norms whose gradients would be of this rank's tokens alone in sequence_sharded_bottleneck",
+        ),
+        "parallel.overlap": (
+            parallel.overlap == "split_batch",
+            "hands bottlenecks from block to block, and split_batch hands on the residual stream alone",
+        ),
+        "train.compile": (config.train.compile, "is outside of what train.compile compiles"),
+    }
+    for field, (broken, reason) in refused.items():
+        if broken:
+            yield Violation(("model.crossing", field), reason, expected="none", got=model.crossing)
+
+
+def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
+    parallel = config.parallel
+    if parallel.dp_replicate > 1 and parallel.zero == 0:
+        yield Violation(
+            ("parallel.dp_replicate", "parallel.zero"),
+            "says how often what ZeRO shards is repeated, and parallel.zero = 0 shards nothing",
+            expected="1",
+            got=parallel.dp_replicate,
+            hint="set parallel.zero to 1, 2 or 3",
+        )
+    elif parallel.dp % parallel.dp_replicate:
+        yield Violation(
+            ("parallel.dp_replicate", "parallel.dp"),
+            "does not divide the data-parallel ranks into equal groups",
+            expected=f"a divisor of parallel.dp = {parallel.dp}",
+            got=parallel.dp_replicate,
+            hint=f"nearest: {_near_divisors(parallel.dp, parallel.dp_replicate)}",
+        )
+    if parallel.zero == 3 and parallel.overlap == "split_batch":
+        yield Violation(
+            ("parallel.zero", "parallel.overlap"),
+            "split_batch runs two halves through all blocks at once, so their weights could not be freed in between",
+            expected="0, 1 or 2",
+            got=3,
+        )
+
+
+def _training_rules(config: TrainConfig) -> Iterator[Violation]:
+    train, dp = config.train, config.parallel.dp
+    unit, unit_text = dp, f"parallel.dp = {dp}"
+    if "micro_batch_size" in train.model_fields_set:
+        unit = dp * train.micro_batch_size
+        unit_text = f"parallel.dp x train.micro_batch_size = {dp} x {train.micro_batch_size} = {unit}"
+    if train.global_batch_size % unit:
+        yield Violation(
+            ("train.global_batch_size", "parallel.dp", "train.micro_batch_size"),
+            "is not a whole number of micro-batches on every data-parallel rank",
+            expected=f"a multiple of {unit_text}",
+            got=train.global_batch_size,
+            hint=f"nearest: {_near_multiples(unit, train.global_batch_size)}",
+        )
+    if config.parallel.overlap == "split_batch":
+        if config.layout != "btp" or config.parallel.norm == "sync" or train.recompute == "block":
+            yield Violation(
+                ("parallel.overlap", "model.linear", "parallel.tensor_layout", "parallel.norm", "train.recompute"),
+                "two halves can only take turns at the bridges of BTP with the online norm, and not in whole blocks "
+                "that are recomputed",
+                expected="none or weight_grads",
+                got="split_batch",
+            )
+        micro = (
+            train.micro_batch_size if "micro_batch_size" in train.model_fields_set else train.global_batch_size // dp
+        )
+        if micro < 2:
+            yield Violation(
+                ("parallel.overlap", "train.micro_batch_size"),
+                "one sequence has no two halves",
+                expected="train.micro_batch_size of at least 2",
+                got=micro,
+            )
+    if train.compile and config.parallel.overlap == "weight_grads":
+        yield Violation(
+            ("train.compile", "parallel.overlap"),
+            "compiled code computes weight gradients where it stands and cannot put them off",
+            expected="false, or parallel.overlap of none or split_batch",
+            got="true",
+        )
+    if train.compile and config.model.dropout:
+        yield Violation(
+            ("train.compile", "model.dropout"),
+            "dropout masks are drawn by the host, which compiled code cannot do",
+            expected="false, or model.dropout = 0",
+            got="true",
+        )
+    for name in ("sequence_sharded_bottleneck", "sequence_parallel"):
+        if train.compile and getattr(config.parallel, name):
+            yield Violation(
+                ("train.compile", f"parallel.{name}"),
+                "what is sharded over tokens is gathered in the middle of what would be compiled",
+                expected=f"false, or parallel.{name} = false",
+                got="true",
+            )
+    if train.recompute == "latent" and config.model.linear == "dense":
+        yield Violation(
+            ("train.recompute", "model.linear"),
+            "a dense model has no latents to keep",
+            expected="none or block",
+            got="latent",
+        )
+    yield from _loro_rules(config)
+    yield from _factor_rules(config)
+    if config.optimizer.exact_every is not None and config.optimizer.name != "loro":
+        yield Violation(
+            ("optimizer.exact_every", "optimizer.name"),
+            f"only LORO has exact steps, and optimizer.name = {config.optimizer.name}",
+            expected="null",
+            got=config.optimizer.exact_every,
+        )
+
+
+def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
+    """LORO moves products B A of whole rank, and turns the bases of their factors."""
+    model, optimizer = config.model, config.optimizer
+    if config.schedule.name == "jagged_cosine" and optimizer.name != "loro":
+        yield Violation(
+            ("schedule.name", "optimizer.name"),
+            "jagged_cosine warms up again after each exact step of LORO",
+            expected="cosine, linear or constant, or optimizer.name = loro",
+            got="jagged_cosine",
+        )
+    if config.schedule.name == "jagged_cosine" and config.train.steps < 2 * config.schedule.warmup_steps:
+        yield Violation(
+            ("schedule.warmup_steps", "schedule.name", "train.steps"),
+            "jagged_cosine rises for twice as long before it falls, longer than the run",
+            expected=f"at most train.steps / 2 = {config.train.steps // 2}",
+            got=config.schedule.warmup_steps,
+        )
+    if optimizer.name != "loro":
+        return
+    if optimizer.exact_every is None:
+        yield Violation(
+            ("optimizer.exact_every", "optimizer.name"),
+            "LORO needs the number of steps between two exact ones",
+            expected="a whole number >= 1",
+            got="null",
+            hint="the published runs have 500, or 200 at 1B",
+        )
+    if model.linear != "low_rank" or model.bottleneck_activation != "none" or model.crossing != "none":
+        yield Violation(
+            ("optimizer.name", "model.linear", "model.bottleneck_activation", "model.crossing"),
+            "loro turns the bases of bottlenecks, which changes the model unless nothing but a product stands there",
+            expected="model.linear = low_rank with model.bottleneck_activation = none and model.crossing = none",
+            got="loro",
+        )
+        return
+    widths = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_size": model.ffn_size,
+        "model.kv_heads x model.head_size": model.kv_heads * model.head_size,
+    }
+    narrowest = min(widths, key=lambda name: widths[name])
+    if model.rank is not None and model.rank > widths[narrowest]:
+        yield Violation(
+            ("model.rank", "optimizer.name", *narrowest.split(" x ")),
+            f"no factor of {narrowest} = {widths[narrowest]} rows has so large a rank, which loro needs",
+            expected=f"at most {widths[narrowest]}",
+            got=model.rank,
+        )
+
+
+def _factor_rules(config: TrainConfig) -> Iterator[Violation]:
+    """What both optimisers of factors need."""
+    name = config.optimizer.name
+    if name == "muon" and config.model.linear != "low_rank":
+        yield Violation(
+            ("optimizer.name", "model.linear"),
+            "muon is for the factors of low-rank linears",
+            expected="adamw, or model.linear = low_rank",
+            got="muon",
+        )
+    elif name != "adamw" and config.parallel.tp > 1 and config.layout in ("vanilla", "vanilla_sharded_heads"):
+        yield Violation(
+            ("optimizer.name", "parallel.tensor_layout", "parallel.tp"),
+            f"{name} needs the rank of a factor whole on every rank, and {config.layout} divides it over tp",
+            expected="adamw, parallel.tensor_layout = btp or parallel.tp = 1",
+            got=name,
+        )
+
+
+# Schedules in which every rank has more than one stage.
+STAGES_PER_RANK: Mapping[str, int] = {"interleaved_1f1b": 2, "zbv": 2}
+# Those that run weight gradients apart, to fill their bubbles.
+ZERO_BUBBLE = ("zero_bubble", "zbv")
+
+
+def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
+    train, parallel, layers = config.train, config.parallel, config.model.layers
+    pp, schedule = parallel.pp, parallel.pipeline_schedule
+    if pp == 1:
+        return
+    per_rank = config.stages // pp
+    if layers < config.stages:
+        yield Violation(
+            ("parallel.pp", "model.layers", "parallel.pipeline_schedule"),
+            f"{schedule} cuts model.layers = {layers} into pp x {per_rank} = {config.stages} stages, none empty",
+            expected=f"at most {layers // per_rank}",
+            got=pp,
+        )
+    if schedule in ZERO_BUBBLE and parallel.overlap == "weight_grads":
+        yield Violation(
+            ("parallel.overlap", "parallel.pipeline_schedule", "parallel.pp"),
+            f"weight gradients fill the bubbles of {schedule}, so they cannot hide all-reduces as well",
+            expected="none or split_batch",
+            got=parallel.overlap,
+        )
+    if schedule in ZERO_BUBBLE and parallel.zero and parallel.dp > 1:
+        yield Violation(
+            ("parallel.zero", "parallel.pipeline_schedule", "parallel.pp"),
+            f"{schedule} puts weight gradients off until after the backward pass, at whose end ZeRO reduces them",
+            expected="0",
+            got=parallel.zero,
+        )
+    if schedule in ZERO_BUBBLE and train.recompute != "none":
+        yield Violation(
+            ("train.recompute", "parallel.pipeline_schedule", "parallel.pp"),
+            f"{schedule} keeps until later what weight gradients need, recomputed or not, so nothing would be saved",
+            expected="none",
+            got=train.recompute,
+        )
+    if schedule in ZERO_BUBBLE and train.compile:
+        yield Violation(
+            ("train.compile", "parallel.pipeline_schedule", "parallel.pp"),
+            f"{schedule} puts weight gradients off, which compiled code cannot do",
+            expected="false",
+            got="true",
+        )
+    sequences = train.global_batch_size // parallel.dp
+    micro = train.micro_batch_size if "micro_batch_size" in train.model_fields_set else sequences
+    if sequences < micro or sequences % micro:
+        return  # _training_rules says so
+    count = sequences // micro
+    rounds = max(1, count // pp)
+    fits = [size for size in range(1, sequences // pp + 1) if sequences % size == 0]
+    fields = ("train.micro_batch_size", "train.global_batch_size", "parallel.dp", "parallel.pp")
+    if schedule == "1f1b" and count < pp:
+        yield Violation(
+            (*fields, "parallel.pipeline_schedule"),
+            f"1f1b needs as many micro-batches as stages; {sequences} sequences of a dp rank are {count} of {micro}",
+            expected=f"at least {pp} micro-batches",
+            got=count,
+            hint=f"lower it to {fits[-1]}" if fits else "enlarge train.global_batch_size",
+        )
+    if schedule in ("interleaved_1f1b", "zero_bubble") and count % rounds:
+        yield Violation(
+            (*fields, "parallel.pipeline_schedule"),
+            f"{schedule} takes the {count} micro-batches of a step in {count} // pp = {rounds} equal rounds",
+            expected=f"a multiple of {rounds} micro-batches",
+            got=count,
+            hint=f"nearest: {_near_multiples(rounds, count)}",
+        )
+
+
+# Fields with values that are part of the schema but not of this version, and the values that are available.
+NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
+    "model.linear": ("dense", "low_rank"),
+    "logging.wandb": (False,),
+    "logging.trackio": (False,),
+}
+
+
+def _availability_rules(config: TrainConfig) -> Iterator[Violation]:
+    for name, available in NOT_AVAILABLE.items():
+        section, _, field = name.partition(".")
+        value = getattr(getattr(config, section), field)
+        if value not in available:
+            choices = ", ".join(str(choice).lower() for choice in available)
+            yield Violation((name,), f"{str(value).lower()} is not available in this version (available: {choices})")
+
+
+def _near_multiples(of: int, number: int) -> str:
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _near_divisors(of: int, number: int) -> str:
+    """The divisors of `of` just below and just above a number that is not one."""
+    small = [divisor for divisor in range(1, math.isqrt(of) + 1) if of % divisor == 0]
+    divisors = {*small, *(of // divisor for divisor in small)}
+    below = max(divisor for divisor in divisors if divisor <= number)
+    above = [divisor for divisor in divisors if divisor > number]
+    return f"{below} or {min(above)}" if above else str(below)
