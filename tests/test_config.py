@@ -392,7 +392,7 @@ def test_muon_is_for_whole_factors() -> None:
 
 
 def test_the_jagged_cosine_is_for_loro_only() -> None:
-    assert "after each exact step of LORO" in refusal(schedule={"name": "jagged_cosine"})
+    assert "every optimizer.exact_every steps, for LORO" in refusal(schedule={"name": "jagged_cosine"})
 
 
 @pytest.mark.parametrize(

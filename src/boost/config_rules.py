@@ -280,7 +280,7 @@ def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
     if config.schedule.name == "jagged_cosine" and optimizer.name != "loro":
         yield Violation(
             ("schedule.name", "optimizer.name"),
-            "jagged_cosine warms up again after each exact step of LORO",
+            "jagged_cosine warms up again every optimizer.exact_every steps, for LORO",
             expected="cosine, linear or constant, or optimizer.name = loro",
             got="jagged_cosine",
         )

@@ -211,8 +211,9 @@ def singular(mesh: Mesh, config: TrainConfig) -> str:
     model = build_model(config, mesh)
     optimizer = build_optimizer(model, config, mesh)
     pair = factor_pairs(model)[3]
-    with torch.no_grad():
-        pair.up.part.view(pair.up.parameter, mesh.tp)[:, 2] = 0
+    if mesh.pp.rank == 0:
+        with torch.no_grad():
+            pair.up.part.view(pair.up.parameter, mesh.tp)[:, 2] = 0
     for parameter, _parts in described(model):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -225,6 +226,12 @@ def test_all_ranks_name_a_pair_that_has_lost_rank() -> None:
     for message in run_ranks(4, singular, settings_of(dp=2, tp=2), layout=(1, 2, 2)):
         assert message.startswith("blocks.0.attention.o: factor B has lost rank (its Gram matrix is singular), so")
         assert "\n" not in message
+
+
+def test_all_pipeline_stages_stop_when_one_has_lost_rank() -> None:
+    here, other = run_ranks(2, singular, settings_of(pp=2), layout=(2, 1, 1))
+    assert here.startswith("blocks.0.attention.o: factor B has lost rank")
+    assert other.startswith("another pipeline stage: a factor has lost rank")
 
 
 @pytest.mark.parametrize("then", [{}, {"parallel__tp": 2}], ids=str)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from boost.config import ModelSection, OptimizerSection
 from boost.errors import NumericsError
-from boost.parallel.collectives import all_reduce, broadcast
+from boost.parallel.collectives import all_reduce, any_rank, broadcast
 from boost.parallel.mesh import Mesh
 from boost.parallel.sharding import held_rows
 from boost.training.optimizers.factors import Factor, Pair, factor_pairs, parameter_groups
@@ -97,6 +97,7 @@ class LORO(torch.optim.Optimizer):
         """
         tp, shards, replicas = self.mesh.tp, self.mesh.shards, self.mesh.replicas
         at_once = tp.size * shards.size * replicas.size
+        lost: tuple[str, str] | None = None
         for start in range(0, len(self.pairs), at_once):
             pairs = self.pairs[start : start + at_once]
             results = list(self._decompositions(pairs, eta))
@@ -107,7 +108,15 @@ class LORO(torch.optim.Optimizer):
                 if replicas.rank == in_replicas:
                     broadcast(result, in_shards, shards)
                 broadcast(result, in_replicas, replicas)
-                self._retract(pair, result)
+                lost = self._retract(pair, result) or lost
+        # Stages hold other linears, and all of them must stop.
+        if any_rank(lost is not None, self.mesh.pp):
+            where, what = lost or ("another pipeline stage", "a factor")
+            raise NumericsError(
+                where,
+                f"{what} has lost rank (its Gram matrix is singular), so LORO's exact step is undefined",
+                hint="lower model.rank, optimizer.lr or optimizer.weight_decay; no checkpoint was written since",
+            )
 
     def _decompositions(self, pairs: Sequence[Pair], eta: float) -> Iterator[Tensor]:
         """For each pair [1 + 4 r^2] numbers: a failure or 0, and the coefficients; only the pair's rank fills them."""
@@ -128,19 +137,17 @@ class LORO(torch.optim.Optimizer):
                     result[0] = FAILURES[str(error)]
             yield result
 
-    def _retract(self, pair: Pair, result: Tensor) -> None:
+    def _retract(self, pair: Pair, result: Tensor) -> tuple[str, str] | None:
+        """Moves a pair's factors; or returns the linear and the factor of it that has lost rank."""
         failure = result[0].item()
         if failure:
             factor = next(name for name, number in FAILURES.items() if number == failure)
-            raise NumericsError(
-                pair.name,
-                f"factor {factor} has lost rank (its Gram matrix is singular), so LORO's exact step is undefined",
-                hint="lower model.rank, optimizer.lr or optimizer.weight_decay; no checkpoint was written since",
-            )
+            return pair.name, f"factor {factor}"
         m, n, dm, dn = self._rows(pair)
         by_m, by_dm, by_n, by_dn = result[1:].view(4, pair.rank, pair.rank)
         pair.up.rows(pair.up.parameter, self.mesh.tp).copy_(m @ by_m + dm @ by_dm)
         pair.down.rows(pair.down.parameter, self.mesh.tp).copy_(n @ by_n + dn @ by_dn)
+        return None
 
     def _rows(self, pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """This rank's rows of M = B and N = A^T, and of their directions, in fp64."""
