@@ -170,6 +170,7 @@ def compare(mesh: Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+@pytest.mark.timeout(3000)  # the full product is hundreds of cases; a rank that waits in vain ends after 60 s anyway
 @pytest.mark.parametrize("ranks", list(LAYOUTS))
 def test_zero_equals_single_process(ranks: str) -> None:
     chosen = product() if os.environ.get("BOOST_FULL_PARITY") else pairwise(product()) + MORE
