@@ -62,6 +62,26 @@ def file_refusal(path: Path | str, *overrides: str) -> str:
 # Defaults
 
 
+@pytest.mark.parametrize(
+    ("parallel", "train", "overlap"),
+    [
+        ({}, {}, "none"),
+        ({"tp": 2}, {}, "weight_grads"),
+        ({"tp": 2, "tensor_layout": "vanilla"}, {}, "weight_grads"),
+        ({"tp": 2, "overlap": "none"}, {}, "none"),
+        ({"tp": 2, "overlap": None}, {}, "weight_grads"),
+        ({"tp": 2}, {"compile": True}, "none"),
+        ({"tp": 2, "pp": 2, "pipeline_schedule": "zero_bubble"}, {}, "none"),
+    ],
+)
+def test_weight_gradients_hide_all_reduces_unless_something_excludes_it(
+    parallel: dict[str, Any], train: dict[str, Any], overlap: str
+) -> None:
+    resolved = config(parallel=parallel, train={"micro_batch_size": 1, **train})
+    assert resolved.parallel.overlap == overlap
+    assert TrainConfig.from_dict(resolved.model_dump()) == resolved
+
+
 def test_defaults_are_filled_in() -> None:
     resolved = config()
     assert (resolved.model.kv_heads, resolved.model.head_size, resolved.model.rank) == (4, 16, 16)

@@ -176,6 +176,8 @@ class TrainSection(_Section):
 class ParallelSection(_Section):
     """How model and batch are divided over ranks; world size = tp x pp x dp."""
 
+    derived = frozenset({"overlap"})
+
     tp: Size = Field(default=1, description="tensor-parallel ranks")
     pp: Size = Field(default=1, description="pipeline-parallel ranks")
     dp: Size = Field(default=1, description="data-parallel ranks")
@@ -200,7 +202,9 @@ class ParallelSection(_Section):
         default=False, description="dense: residual stream and norms sharded over tokens (Megatron)"
     )
     overlap: Literal["none", "weight_grads", "split_batch"] = Field(
-        default="none", description="what hides the collectives: weight gradients, or the other half of the micro-batch"
+        default_factory=lambda data: "none",  # TrainConfig makes it weight_grads where that can be
+        description="what hides the collectives: weight gradients, or the other half of the micro-batch; "
+        "default: weight_grads with tp > 1 where nothing excludes it, else none",
     )
     bridge_dtype: Literal["compute", "fp32", "int8", "fp8"] = Field(
         default="compute",
@@ -325,4 +329,8 @@ class TrainConfig(_Section):
         if "micro_batch_size" not in self.train.model_fields_set:
             micro = self.train.global_batch_size // self.parallel.dp
             object.__setattr__(self, "train", self.train.model_copy(update={"micro_batch_size": micro}))
+        if self.parallel.tp > 1 and "overlap" not in self.parallel.model_fields_set:
+            parallel = self.parallel.model_copy(update={"overlap": "weight_grads"})
+            if not violations_of(self.model_copy(update={"parallel": parallel})):
+                object.__setattr__(self, "parallel", parallel)
         return self

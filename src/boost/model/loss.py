@@ -18,8 +18,12 @@ from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Group
 
 IGNORED = -100
-# Of the logits that exist at once, in fp32.
+# Of the logits that exist at once, counted in fp32.
 LOGITS_BYTES = 64 * 2**20
+# Of those whose softmax a CPU takes at once: several passes over as much as its caches hold.
+SOFTMAX_BYTES = 2**20
+# The least share of a token's probability that counts: what is divided by it must not overflow.
+SMALLEST_SHARE = math.exp(-60)
 # Rows of the head whose gradient is computed at once where it must be widened before it is added.
 GRADIENT_ROWS = 2048
 
@@ -35,35 +39,29 @@ class _HeadLoss(torch.autograd.Function):
         grad_h = torch.empty_like(h_TD) if train else None
         # Summed over chunks in full precision, also where the weight is the bf16 copy that ZeRO gathered.
         grad_w = torch.zeros_like(weight_vD, dtype=wide) if train else None
-        logits_cv = h_TD.new_empty(min(chunk, len(h_TD)), vocabulary, dtype=wide)
-        narrow_cv = logits_cv if wide == h_TD.dtype else torch.empty_like(logits_cv, dtype=h_TD.dtype)
+        logits_cv = h_TD.new_empty(min(chunk, len(h_TD)), vocabulary)
         for begin in range(0, h_TD.shape[0], chunk):
             h, labels = h_TD[begin : begin + chunk], labels_T[begin : begin + chunk]
-            logits, narrow = logits_cv[: len(h)], narrow_cv[: len(h)]
-            torch.mm(h, weight.t(), out=narrow)
-            if narrow is not logits:
-                logits.copy_(narrow)
+            logits = logits_cv[: len(h)]
+            torch.mm(h, weight.t(), out=logits)
             local = labels - start
             mine = (local >= 0) & (local < vocabulary)
-            column = local.where(mine, 0).unsqueeze(-1)
-            target = logits.gather(-1, column).squeeze(-1).where(mine, 0) if vocabulary else logits.new_zeros(len(h))
-            # The exponentials stay in place of the logits: backward needs them again.
-            top = logits.amax(-1) if vocabulary else logits.new_full((len(h),), -math.inf)
-            sums = logits.sub_(top.unsqueeze(-1)).exp_().sum(-1)
-            shares = all_gather(torch.stack([top + sums.log(), target]), tp)
+            column = local.where(mine, 0)
+            local_lse, target, probability = _softmax_in_place(logits, column, wide)
+            shares = all_gather(torch.stack([local_lse, target.where(mine, 0)]), tp)
             lse, target = shares[:, 0].logsumexp(0), shares[:, 1].sum(0)
             kept = labels != IGNORED
             total += (lse - target).masked_fill(~kept, 0).sum()
             if grad_h is None or grad_w is None:
                 continue
-            # d loss / d logits = softmax - onehot, on the tokens that count.
-            logits.mul_((top - lse).exp().where(kept, 0).unsqueeze(-1))
+            # d loss / d logits = softmax - onehot on the tokens that count; softmax is this rank's, times its share.
+            share = (local_lse - lse).exp().clamp_min(SMALLEST_SHARE)
             if vocabulary:
-                logits.scatter_add_(-1, column, -(mine & kept).to(wide).unsqueeze(-1))
-            if narrow is not logits:
-                narrow.copy_(logits)
-            torch.mm(narrow, weight, out=grad_h[begin : begin + chunk])
-            _add_product(grad_w, narrow, h)
+                onehot = share.reciprocal().where(mine, 0)
+                logits.scatter_(-1, column.unsqueeze(-1), (probability - onehot).to(h.dtype).unsqueeze(-1))
+            counts = share.where(kept, 0).unsqueeze(-1)
+            torch.mm(logits, weight, out=grad_h[begin : begin + chunk]).mul_(counts)
+            _add_product(grad_w, logits, (h * counts).to(h.dtype))
         if grad_w is not None:
             ctx.save_for_backward(grad_h, grad_w.to(weight_vD.dtype))
         return total
@@ -73,6 +71,32 @@ class _HeadLoss(torch.autograd.Function):
         # In place: a second backward over the same graph then fails, as it must.
         grad_h, grad_w = ctx.saved_tensors
         return grad_h.mul_(scale), grad_w.mul_(scale), None, None, None, None, None
+
+
+def _softmax_in_place(logits_cv: Tensor, column_c: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts each row's softmax in place of its logits; computes in `wide`.
+
+    Returns:
+        per row, in `wide` [c]: log-sum-exp, and of the entry in its column the logit and the probability.
+    """
+    rows, vocabulary = logits_cv.shape
+    lse_c, target_c, probability_c = logits_cv.new_zeros(3, rows, dtype=wide).unbind()
+    if not vocabulary:
+        return lse_c.fill_(-math.inf), target_c, probability_c
+    size = max(1, SOFTMAX_BYTES // (vocabulary * wide.itemsize)) if logits_cv.device.type == "cpu" else rows
+    for begin in range(0, rows, size):
+        some = slice(begin, begin + size)
+        logits, column = logits_cv[some], column_c[some].unsqueeze(-1)
+        values = logits.to(wide)
+        target_c[some] = values.gather(-1, column).squeeze(-1)
+        top = values.amax(-1, keepdim=True)
+        sums = values.sub_(top).exp_().sum(-1, keepdim=True)
+        values.div_(sums)
+        lse_c[some] = (top + sums.log()).squeeze(-1)
+        probability_c[some] = values.gather(-1, column).squeeze(-1)
+        if values is not logits:
+            logits.copy_(values)
+    return lse_c, target_c, probability_c
 
 
 def _add_product(total_vD: Tensor, grad_Tv: Tensor, h_TD: Tensor) -> None:
