@@ -14,8 +14,9 @@ quickstart: $(VENV)/.installed
 	$(BIN)/boost train quickstart
 	$(BIN)/boost generate runs/quickstart --prompt "Fellow citizens of the Senate" --max-tokens 60
 
+# Two files at a time: much of it waits, for ranks to start or for time to pass.
 test: $(VENV)/.tests
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 # The full product of layouts and options, where `make test` runs a covering set; and many more kills.
 parity: $(VENV)/.tests
