@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from boost.interop.auto_classes import announce
+
 __version__ = "0.1.0"
 __all__ = ["TrainConfig", "__version__", "load_model", "train"]
 
@@ -28,3 +30,6 @@ def __getattr__(name: str) -> Any:
 
         return train
     raise AttributeError(f"module 'boost' has no attribute {name!r}")
+
+
+announce()

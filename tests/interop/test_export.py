@@ -18,9 +18,10 @@ import boost
 from boost.errors import UserError
 from boost.inference.generate import generate
 from boost.interop import huggingface
-from boost.interop.huggingface import export, register
+from boost.interop.huggingface import export
+from boost.interop.names import foreign_name
 from tests.interop.checkpoints import write_checkpoint
-from tests.models import distance, tokens
+from tests.models import distance, tensors, tokens
 
 SVD = {"bottleneck_activation": "none"}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -31,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
     "cola_gqa_6_3_biases": {"hidden_size": 36, "heads": 6, "kv_heads": 3, "head_size": 10, **BIASES},
     "cola_no_gate": {"gate_activation": "none", "kv_heads": 1, **UNUSUAL},
     "cola_gqa_8_2": {"heads": 8, "kv_heads": 2, "head_size": 6, **BIASES},
+    "lax_identity": {**SVD, "crossing": "identity", "layers": 3, "kv_heads": 2},
+    "lax_diagonal": {"crossing": "diagonal", "heads": 8, "kv_heads": 4, "head_size": 6, **BIASES},
+    "lax_dense": {**SVD, **UNUSUAL, "crossing": "dense", "tie_embeddings": True, "kv_heads": 1},
+    "lax_tensor": {"crossing": "tensor", "layers": 3, "head_size": 10, "gate_activation": "none"},
     "svd_unusual": {**SVD, **UNUSUAL, "tie_embeddings": True},
     "svd_merged": {**SVD, **UNUSUAL, **BIASES, "kv_heads": 2},
     "svd_merged_tied": {**SVD, "kv_heads": 1, "tie_embeddings": True, "head_size": 8},
@@ -107,15 +112,49 @@ def test_files(elsewhere: tuple[Path, dict[str, Tensor]]) -> None:
     assert not list(root.glob(".*"))
 
 
-def test_with_boost_installed_no_remote_code_is_needed(elsewhere: tuple[Path, dict[str, Tensor]]) -> None:
+@pytest.mark.parametrize(
+    "imports",
+    [
+        # LLaMA's import reaches transformers' table while LLaMA is not there yet.
+        "import sys, boost; assert not {'torch', 'transformers'} & {*sys.modules}; from transformers import LlamaModel",
+        "from transformers import AutoModelForCausalLM; import boost",
+    ],
+    ids=["boost-first", "transformers-first"],
+)
+def test_with_boost_imported_no_remote_code_is_needed(elsewhere: tuple[Path, dict[str, Tensor]], imports: str) -> None:
+    """In either order, and the import of `boost` stays light."""
+    root, _ = elsewhere
+    code = (
+        f"{imports}; import sys; from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "assert AutoConfig.from_pretrained(sys.argv[1]).rank == 6\n"
+        "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__module__)"
+    )
+    environment = {**os.environ, "HF_HOME": str(root / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, str(root / "cola")]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["boost.interop.modeling_boost"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("lax")])
+def test_gradients_go_through_exported_crossings(elsewhere: tuple[Path, dict[str, Tensor]], name: str) -> None:
+    """Every parameter's gradient; recomputing layers, which would miss crossings, is refused."""
     from transformers import AutoModelForCausalLM
 
-    root, results = elsewhere
-    register()
-    model = AutoModelForCausalLM.from_pretrained(root / "cola").eval()
-    assert type(model).__module__ == "boost.interop.modeling_boost"
-    ids = load_file(root / "cola.ids.safetensors")["ids"]
-    assert torch.equal(model(ids).logits, results["cola.logits"])
+    root, _ = elsewhere
+    ours = boost.load_model(root / f"{name}.run", dtype=torch.float64)
+    theirs = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float64)
+    ids = ids_of(ours.model)
+    ours(ids).square().sum().backward()
+    theirs(ids).logits.square().sum().backward()
+    grads = dict(theirs.named_parameters())
+    for canonical, gradient in tensors(ours, gradients=True).items():
+        reference = grads[foreign_name(canonical, low_rank=True)].grad
+        assert reference is not None and distance(reference, gradient) <= 1e-5, canonical
+    with pytest.raises(ValueError, match="does not support"):
+        theirs.gradient_checkpointing_enable()
 
 
 def test_fp64_stays_fp64(tmp_path: Path) -> None:
@@ -140,9 +179,9 @@ def test_refusals(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "dense", linear="dense")
     with pytest.raises(UserError, match=r"--merge: a dense model has no factors"):
         export(tmp_path / "dense", tmp_path / "out", merge=True)
-    write_checkpoint(tmp_path / "lax", crossing="identity")
-    with pytest.raises(UserError, match=r"model: linear low_rank with crossing identity cannot be exported yet"):
-        export(tmp_path / "lax", tmp_path / "out")
+    write_checkpoint(tmp_path / "lax", crossing="identity", bottleneck_activation="none")
+    with pytest.raises(UserError, match=r"--merge: .*model\.crossing = identity adds another block's bottleneck"):
+        export(tmp_path / "lax", tmp_path / "out", merge=True)
     write_checkpoint(tmp_path / "uneven", heads=6)
     with pytest.raises(UserError, match=r"model\.heads: cannot be exported.*expected a divisor of 32, got 6"):
         export(tmp_path / "uneven", tmp_path / "out")

@@ -52,6 +52,8 @@ def edit_weights(directory: Path, change: Any) -> None:
         ("llama", {**DENSE, "tie_embeddings": True, "gate_activation": "none"}),
         ("boost", {"vocab_size": 4099, "kv_heads": 2, "attention_bias": True, "mlp_bias": True}),
         ("boost", {"vocab_size": 4099, "tie_embeddings": True, "bottleneck_activation": "none", "norm_eps": 0.03}),
+        ("boost", {"vocab_size": 4099, "crossing": "dense", "bottleneck_activation": "none"}),
+        ("boost", {"vocab_size": 4099, "crossing": "tensor", "tie_embeddings": True, "layers": 3}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

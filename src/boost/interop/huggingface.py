@@ -58,19 +58,9 @@ def export(
     return f"exported {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{how})"
 
 
-def register() -> None:
-    """Lets transformers' Auto classes load exported models without `trust_remote_code`, from the installed file."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from boost.interop.modeling_boost import BoostConfig, BoostForCausalLM
-
-    AutoConfig.register(BoostConfig.model_type, BoostConfig, exist_ok=True)
-    AutoModelForCausalLM.register(BoostConfig, BoostForCausalLM, exist_ok=True)
-
-
 def _check(model: ModelSection, merge: bool) -> None:
-    if model.linear not in ("dense", "low_rank") or model.crossing != "none":
-        raise UserError("model", f"linear {model.linear} with crossing {model.crossing} cannot be exported yet")
+    if model.linear not in ("dense", "low_rank"):
+        raise UserError("model.linear", f"{model.linear} cannot be exported yet")
     if model.hidden_size % model.heads:
         raise UserError(
             "model.heads",
@@ -84,6 +74,12 @@ def _check(model: ModelSection, merge: bool) -> None:
         raise UserError(
             "--merge",
             f"A and B cannot be multiplied: model.bottleneck_activation = {model.bottleneck_activation} lies between",
+            hint="export without it",
+        )
+    if merge and model.crossing != "none":
+        raise UserError(
+            "--merge",
+            f"A and B cannot be multiplied: model.crossing = {model.crossing} adds another block's bottleneck between",
             hint="export without it",
         )
 
@@ -111,7 +107,11 @@ def _write(opened: Checkpoint, config: TrainConfig, folder: Path, merge: bool, s
             "AutoConfig": "modeling_boost.BoostConfig",
             "AutoModelForCausalLM": "modeling_boost.BoostForCausalLM",
         }
-        described |= {"rank": model.rank, "bottleneck_activation": model.bottleneck_activation}
+        described |= {
+            "rank": model.rank,
+            "bottleneck_activation": model.bottleneck_activation,
+            "crossing": model.crossing,
+        }
         (folder / MODELING).write_bytes((files("boost.interop") / MODELING).read_bytes())
     (folder / "tokenizer.json").write_bytes(tokenizer)
     _write_json(folder / "config.json", described)

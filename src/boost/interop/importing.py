@@ -280,6 +280,7 @@ def _boost_fields(config: Mapping[str, Any], weights: Weights, where: str) -> di
         "linear": "low_rank",
         "rank": config.get("rank") or weights.shape("model.layers.0.self_attn.q_proj.down.weight")[0],
         "bottleneck_activation": config.get("bottleneck_activation", "silu"),
+        "crossing": config.get("crossing", "none"),
     }
 
 
