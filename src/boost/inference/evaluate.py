@@ -31,7 +31,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
     def record(self, step: int) -> dict[str, Any]:
         """The fields that a validation adds to the metrics; `val_step` is the number of steps taken before it."""
@@ -44,9 +44,19 @@ class Evaluation:
         )
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def context_token(dataset: Dataset) -> int:
-    """The token that stands before the first of a split: end of document, else begin, else id 0."""
-    return next((token for token in (dataset.eos_id, dataset.bos_id) if token is not None), 0)
+    """The token that stands before the first of a split."""
+    return first_context(dataset.bos_id, dataset.eos_id)
+
+
+def first_context(bos: int | None, eos: int | None) -> int:
+    """What the first token of a text is predicted from: end of document, else begin, else id 0."""
+    return next((token for token in (eos, bos) if token is not None), 0)
 
 
 @torch.no_grad()
