@@ -6,12 +6,15 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from boost import __version__
 from boost.errors import ENVIRONMENT, USER, BoostError, UserError
+
+if TYPE_CHECKING:
+    from boost.checkpoint.reading import Checkpoint
 
 app = typer.Typer(
     name="boost",
@@ -156,19 +159,60 @@ def generate(
 @app.command("eval")
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a run directory.")],
-    data: Annotated[Path, typer.Option(help="A prepared dataset with a validation split.")],
+    data: Annotated[Path | None, typer.Option(help="A prepared dataset with a validation split.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, or YAML files, with commas between.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with further tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many documents of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples before each question; default: the task's.")
+    ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Default: as in training.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
+    papers_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences per batch of perplexity_c4_papers, as one GPU evaluates them there.")
+    ] = 256,
 ) -> None:
-    """Loss, perplexity and bits per byte over every token of a dataset's validation split."""
+    """Loss, perplexity and bits per byte of a dataset's validation split, or lm-eval's tasks."""
     from boost.checkpoint.store import open_checkpoint
+
+    if (data is None) == (tasks is None):
+        raise UserError("boost eval", "needs --data or --tasks, one of them")
+    if data is not None and (include_path or limit or num_fewshot is not None):
+        raise UserError("boost eval", "--include-path, --limit and --num-fewshot go with --tasks")
+    opened = open_checkpoint(checkpoint)
+    if data is not None:
+        _evaluate_data(opened, data, sequence_length, batch_size, papers_batch)
+        return
+    from boost.data.formats.extras import optional_import
+
+    optional_import("lm_eval", "eval", "--tasks")
+    from boost.checkpoint.weights import saved_config
+    from boost.inference.load import model_from, tokenizer_from
+    from boost.inference.tasks import run_tasks, table
+
+    assert tasks is not None
+    results = run_tasks(
+        model_from(opened),
+        tokenizer_from(opened),
+        tasks.split(","),
+        sequence_length=sequence_length or saved_config(opened).train.sequence_length,
+        batch_size=batch_size,
+        include_path=include_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+    )
+    typer.echo(table(results), nl=False)
+
+
+def _evaluate_data(
+    opened: Checkpoint, data: Path, sequence_length: int | None, batch_size: int, papers_batch: int
+) -> None:
     from boost.checkpoint.weights import saved_config
     from boost.data.dataset import Dataset
+    from boost.inference.c4_papers import evaluate_both
     from boost.inference.evaluate import context_token
-    from boost.inference.evaluate import evaluate as run
     from boost.inference.load import model_from
 
-    opened = open_checkpoint(checkpoint)
     config = saved_config(opened)
     dataset = Dataset.open(data, vocab_size=config.model.vocab_size)
     if dataset.validation is None:
@@ -176,7 +220,10 @@ def evaluate(
     if opened.read_file("tokenizer.json") != dataset.tokenizer_file.read_bytes():
         raise UserError(str(data), "was prepared with another tokenizer than the checkpoint's", hint="prepare it again")
     length = sequence_length or config.train.sequence_length
-    typer.echo(run(model_from(opened), dataset.validation, context_token(dataset), length, batch_size))
+    results = evaluate_both(
+        model_from(opened), dataset.validation, context_token(dataset), length, batch_size, papers_batch
+    )
+    typer.echo("\n".join(map(str, results)))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from boost.checkpoint.store import Checkpoint, open_checkpoint
 from boost.checkpoint.weights import load_weights, saved_config
+from boost.data.tokenizer import parse_tokenizer
 from boost.model.decoder import Decoder
 from boost.parallel.mesh import Group
 
@@ -44,4 +45,4 @@ def model_from(opened: Checkpoint, *, dtype: torch.dtype | None = None, device: 
 
 def tokenizer_from(opened: Checkpoint) -> Tokenizer:
     """The tokenizer of the data that a checkpoint was trained on."""
-    return Tokenizer.from_str(opened.read_file("tokenizer.json").decode("utf-8"))
+    return parse_tokenizer(opened.read_file("tokenizer.json"))

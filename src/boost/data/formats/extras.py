@@ -1,4 +1,4 @@
-"""Packages that only some inputs need, imported when such an input is met."""
+"""Packages that only some inputs or commands need, imported when such a one is met."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def optional_import(package: str, extra: str, where: str) -> Any:
     except ImportError as error:
         raise UserError(
             where,
-            f"reading this needs the package {package.partition('.')[0]}: {error}",
+            f"this needs the package {package.partition('.')[0]}: {error}",
             hint=f"pip install 'boost-llm[{extra}]'",
         ) from error
