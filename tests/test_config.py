@@ -104,6 +104,7 @@ def test_a_dense_model_has_no_rank() -> None:
     assert dense.model.rank is None
     assert dense.layout == "dense"
     assert "model.rank: a dense model has no rank" in refusal(model={"linear": "dense", "rank": 16})
+    assert "model.factor_init: is for the factors" in refusal(model={"linear": "dense", "factor_init": "xavier"})
 
 
 def test_configurations_are_immutable() -> None:

@@ -112,6 +112,9 @@ class ModelSection(_Section):
     init_std: Positive = Field(
         default=0.02, description="standard deviation of the initial embedding, head and dense linears; default: LLaMA"
     )
+    factor_init: Literal["cola", "xavier"] = Field(
+        default="cola", description="standard deviations of the initial factors: CoLA's or LORO's; only for low_rank"
+    )
 
 
 class DataSection(_Section):

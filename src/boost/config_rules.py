@@ -63,6 +63,13 @@ def _model_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="a whole number >= 1",
             got=0,
         )
+    if model.factor_init != "cola" and model.linear != "low_rank":
+        yield Violation(
+            ("model.factor_init", "model.linear"),
+            "is for the factors of low_rank linears",
+            expected="cola",
+            got=model.factor_init,
+        )
 
 
 def _tensor_parallel_rules(config: TrainConfig) -> Iterator[Violation]:

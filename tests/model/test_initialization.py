@@ -40,8 +40,9 @@ def layouts(linear: str) -> list[ParallelSection]:
 def differing(mesh: Mesh, kv_heads: int) -> list[Any]:
     """Models whose initial tensors are not, bit for bit, those of one process, ungrouped."""
     wrong = []
-    for linear, tied in itertools.product(["low_rank", "dense"], [False, True]):
-        model = uneven(linear, kv_heads=kv_heads, tie_embeddings=tied)
+    cases = [*itertools.product(["low_rank", "dense"], [False, True], ["cola"]), ("low_rank", False, "xavier")]
+    for linear, tied, init in cases:
+        model = uneven(linear, kv_heads=kv_heads, tie_embeddings=tied, factor_init=init)
         expected = tensors(build(model, ParallelSection(group_linears=False), dtype=torch.float32))
         for parallel in layouts(linear):
             decoder = build(model, parallel, mesh.tp, torch.float32)
@@ -49,7 +50,7 @@ def differing(mesh: Mesh, kv_heads: int) -> list[Any]:
             assert found.keys() == canonical_names(decoder).keys()
             same = found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
             if not same:
-                wrong.append((linear, tied, parallel.tensor_layout, parallel.group_linears))
+                wrong.append((linear, tied, init, parallel.tensor_layout, parallel.group_linears))
     return wrong
 
 
@@ -70,13 +71,35 @@ def test_precision_rounds_the_same_values() -> None:
         assert all(other[name].dtype == held and torch.equal(other[name], single[name].to(held)) for name in single)
 
 
+WIDTHS = {"q": (384, 384), "k": (384, 96), "v": (384, 96), "o": (384, 384)}
+WIDTHS |= {"gate": (384, 1000), "up": (384, 1000), "down": (1000, 384)}
+
+
+def wide(**changes: Any) -> ModelSection:
+    """Large enough to estimate a standard deviation; its linears are WIDTHS."""
+    fields: dict[str, Any] = {"hidden_size": 384, "ffn_size": 1000, "layers": 1, "heads": 4, "kv_heads": 1}
+    return ModelSection(**fields, vocab_size=1200, rank=96, **changes)
+
+
+def test_factors_have_the_standard_deviation_of_loro() -> None:
+    """A sqrt(2 / (d_in + r)) and B sqrt(2 / (d_out + r)) within 2 %, zero mean; the rest is as by default."""
+    found, default = (tensors(build(wide(factor_init=init), dtype=torch.float32)) for init in ("xavier", "cola"))
+    for linear, (d_in, d_out) in WIDTHS.items():
+        prefix = f"blocks.0.{'attention' if linear in 'qkvo' else 'mlp'}.{linear}"
+        for factor, width in (("down", d_in), ("up", d_out)):
+            value = found.pop(f"{prefix}.{factor}.weight")
+            expected = (2 / (width + 96)) ** 0.5
+            assert float(value.std()) == pytest.approx(expected, rel=0.02)
+            assert abs(float(value.mean())) < 0.02 * expected
+    assert len(found) == 5  # tables and gains
+    assert all(torch.equal(value, default[name]) for name, value in found.items())
+
+
 def test_factors_have_the_standard_deviation_of_cola() -> None:
     """Both factors r^-1/4 (d_in + d_out)^-1/4 within 2 %, so that A B has (d_in + d_out)^-1/2; zero mean."""
-    model = ModelSection(hidden_size=384, ffn_size=1000, layers=1, heads=4, kv_heads=1, vocab_size=1200, rank=96)
+    model = wide()
     found = tensors(build(model, dtype=torch.float32))
-    widths = {"q": (384, 384), "k": (384, 96), "v": (384, 96), "o": (384, 384)}
-    widths |= {"gate": (384, 1000), "up": (384, 1000), "down": (1000, 384)}
-    for linear, (d_in, d_out) in widths.items():
+    for linear, (d_in, d_out) in WIDTHS.items():
         prefix = f"blocks.0.{'attention' if linear in 'qkvo' else 'mlp'}.{linear}"
         down, up = found[f"{prefix}.down.weight"], found[f"{prefix}.up.weight"]
         assert down.shape == (96, d_in)

@@ -60,7 +60,8 @@ class BottleneckBlock(nn.Module):
         self.act, self.gate_act = ACTIVATIONS[model.bottleneck_activation], ACTIVATIONS[model.gate_activation]
 
         def pairs(linears: Sequence[Linear], grouped: bool = False) -> Pairs:
-            return Pairs(linears, rank, tp, grouped=grouped, down_split="wide", up_split="wide", dtype=dtype)
+            init = model.factor_init
+            return Pairs(linears, rank, tp, grouped=grouped, down_split="wide", up_split="wide", dtype=dtype, init=init)
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)

@@ -48,8 +48,17 @@ class VanillaBlock(nn.Module):
         self.sharded_heads = parallel.tensor_layout == "vanilla_sharded_heads"
 
         def pairs(linears: Sequence[Linear], grouped: bool = False) -> Pairs:
-            b = parallel.group_b
-            return Pairs(linears, rank, tp, grouped=grouped, group_b=b, down_split="rank", up_split="rank", dtype=dtype)
+            return Pairs(
+                linears,
+                rank,
+                tp,
+                grouped=grouped,
+                group_b=parallel.group_b,
+                down_split="rank",
+                up_split="rank",
+                dtype=dtype,
+                init=model.factor_init,
+            )
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)
