@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from boost.cli import app
-from boost.config import TrainConfig, preset_names
+from boost.config import ModelSection, TrainConfig, preset_names
 from boost.config_rules import NOT_AVAILABLE
 from boost.model.costs import parameters
 
@@ -92,7 +92,7 @@ def test_most_commands_are_run() -> None:
     shell = [block for document in MANUAL for block in blocks(document) if block.language == "bash"]
     skipped = [block for block in shell if block.comment.startswith("not run:")]
     assert len(shell) >= 10
-    assert len(skipped) <= 4
+    assert len(skipped) <= 5
     fences = sum(document.read_text(encoding="utf-8").count("\n```") for document in MANUAL)
     assert fences == 2 * sum(1 for document in MANUAL for _ in blocks(document))
 
@@ -160,14 +160,43 @@ def test_a_fields_row_agrees_with_the_schema(name: str) -> None:
 
 def test_the_presets_table_agrees_with_the_presets() -> None:
     found = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", CONFIGURATION, re.MULTILINE)
-    assert sorted(name for name, _ in found) == preset_names()
+    assert sorted(name for name, _ in found) == [name for name in preset_names() if not RECIPE.fullmatch(name)]
     for name, cells in found:
         config = TrainConfig.load(name)
         model, train = config.model, config.train
         sizes = [model.hidden_size, model.ffn_size, model.layers, model.heads, model.rank or "-"]
         lengths = [train.sequence_length, train.global_batch_size, train.steps]
-        count = f"{parameters(model) / 1e6:,.2f} M"
-        assert cells.split(" | ")[1:] == [*map(str, sizes), count, *map(str, lengths)], name
+        assert cells.split(" | ")[1:] == [*map(str, sizes), millions(model), *map(str, lengths)], name
+
+
+# `paper/METHOD-SIZE`, or its short form.
+RECIPE = re.compile(r"(?:paper/(\w+)|cola)-(60m|130m|350m|1b|7b)")
+
+
+def millions(model: ModelSection) -> str:
+    return f"{parameters(model) / 1e6:,.2f} M"
+
+
+def test_the_recipes_table_agrees_with_the_recipes() -> None:
+    """A row for each size; each method in one column of counts, which holds for all methods of it."""
+    header = re.search(r"^\| size \| .* \| r \| (.*) \| steps \|$", CONFIGURATION, re.MULTILINE)
+    assert header
+    columns = [re.findall(r"`(\w+)`", cell) for cell in header[1].split(" | ")]
+    found = re.findall(r"^\| (60m|130m|350m|1b|7b) \| (.*) \|$", CONFIGURATION, re.MULTILINE)
+    recipes = {f"paper/{method}-{size}" for size, _ in found for column in columns for method in column}
+    assert recipes == {name for name in preset_names() if name.startswith("paper/")}
+    for size, cells in found:
+        *sizes, rank = cells.split(" | ")[:5]
+        *counts, steps = cells.split(" | ")[5:]
+        for methods, count in zip(columns, counts, strict=True):
+            for method in methods:
+                config = TrainConfig.load(f"paper/{method}-{size}")
+                model = config.model
+                expected = [model.hidden_size, model.ffn_size, model.layers, model.heads]
+                assert sizes == [str(number) for number in expected]
+                assert count == millions(model)
+                assert steps == str(config.train.steps)
+                assert model.linear == "dense" or rank == str(model.rank)
 
 
 def options(command: Any, name: str) -> Iterator[tuple[str, str]]:

@@ -7,13 +7,19 @@ import pytest
 from boost.config import TrainConfig, preset_names
 
 SIZES = ("60m", "130m", "350m", "1b", "7b")
-PUBLISHED = ["quickstart", *(f"{kind}-{size}" for kind in ("cola", "llama", "svd") for size in SIZES)]
-PUBLISHED += ["boost-3b", "boost-13b", "boost-30b"]
-OURS = ["bench-1024"]
+METHODS = ("dense", "svd", "cola", "lax", "loro")
+PAPER = [f"paper/{method}-{size}" for method in METHODS for size in SIZES]
+SHORT = [f"cola-{size}" for size in SIZES]
+OTHERS = ["quickstart", "bench-1024", "boost-3b", "boost-13b", "boost-30b"]
+STEPS = dict(zip(SIZES, (10_000, 20_000, 60_000, 100_000, 150_000), strict=True))
+
+
+def paper(method: str, size: str) -> TrainConfig:
+    return TrainConfig.load(f"paper/{method}-{size}")
 
 
 def test_the_presets_are_the_documented_ones() -> None:
-    assert preset_names() == sorted(PUBLISHED + OURS)
+    assert preset_names() == sorted(PAPER + SHORT + OTHERS)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -25,32 +31,72 @@ def test_preset_loads_and_stands_alone_when_written_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_activations_tell_the_kinds_apart(size: str) -> None:
-    cola, svd, llama = (TrainConfig.load(f"{kind}-{size}").model for kind in ("cola", "svd", "llama"))
-    assert (cola.bottleneck_activation, svd.bottleneck_activation) == ("silu", "none")
-    assert cola.gate_activation == ("silu" if size in ("60m", "130m") else "none")
-    assert svd.gate_activation == llama.gate_activation == "silu"
-    assert (llama.linear, llama.rank) == ("dense", None)
+def test_a_short_name_stands_for_the_published_recipe(size: str) -> None:
+    assert TrainConfig.load(f"cola-{size}", [f"run.dir=runs/paper/cola-{size}"]) == paper("cola", size)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_recipes_share_what_the_lineage_shares(name: str) -> None:
+    """Batch, sequence, vocabulary, untied tables, cosine to a tenth; the widths are those of the dense recipe."""
+    config = TrainConfig.load(name, ["data.path=elsewhere"])
+    size = name.rpartition("-")[2]
+    model, dense = config.model, paper("dense", size).model
+    assert config.data.path == "elsewhere"
+    assert config.train.global_batch_size * config.train.sequence_length == 131_072
+    assert config.train.steps == STEPS[size]
+    assert config.schedule.min_lr_ratio == 0.1
+    assert (model.vocab_size, model.tie_embeddings, model.norm_eps) == (32_000, False, 1e-6)
+    for field in ("hidden_size", "ffn_size", "layers", "heads", "kv_heads", "head_size"):
+        assert getattr(model, field) == getattr(dense, field)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_architectures_of_the_recipes(size: str) -> None:
+    """CoLA's gate has no activation from 350M on; LaX is CoLA with crossings; SVD and LORO have bare products."""
+    dense, svd, cola, lax, loro = (paper(method, size).model for method in METHODS)
+    rank = {"60m": 128, "130m": 256, "350m": 256, "1b": 512, "7b": 1024}[size]
+    assert (dense.linear, dense.rank, dense.gate_activation) == ("dense", None, "silu")
+    assert {model.rank for model in (svd, cola, lax, loro)} == {rank}
+    assert {model.bottleneck_activation for model in (cola, lax)} == {"silu"}
+    assert {model.bottleneck_activation for model in (svd, loro)} == {"none"}
+    assert svd.gate_activation == loro.gate_activation == "silu"
+    assert cola.gate_activation == lax.gate_activation == ("silu" if size in ("60m", "130m") else "none")
+    assert (lax.crossing, loro.factor_init, cola.factor_init) == ("tensor", "xavier", "cola")
 
 
 @pytest.mark.parametrize(
-    ("size", "lr", "warmup", "steps", "micro"),
+    ("size", "lr", "warmup", "micro"),
     [
-        ("60m", 6e-3, 2_000, 10_000, 256),
-        ("130m", 3e-3, 2_000, 20_000, 256),
-        ("350m", 3e-3, 6_000, 60_000, 64),
-        ("1b", 2e-3, 10_000, 100_000, 32),
-        ("7b", 1e-3, 15_000, 150_000, 16),
+        ("60m", 6e-3, 2_000, 256),
+        ("130m", 3e-3, 2_000, 256),
+        ("350m", 3e-3, 6_000, 64),
+        ("1b", 2e-3, 10_000, 32),
+        ("7b", 1e-3, 15_000, 16),
     ],
 )
-def test_cola_has_its_published_recipe(size: str, lr: float, warmup: int, steps: int, micro: int) -> None:
-    config = TrainConfig.load(f"cola-{size}")
-    optimizer, schedule, train = config.optimizer, config.schedule, config.train
+def test_cola_has_its_published_recipe(size: str, lr: float, warmup: int, micro: int) -> None:
+    config = paper("cola", size)
+    optimizer, schedule = config.optimizer, config.schedule
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (lr, (0.9, 0.999), 1e-8)
     assert (optimizer.weight_decay, optimizer.decay_norms, optimizer.clip) == (0.01, True, 0.5)
-    assert (schedule.name, schedule.warmup_steps, schedule.min_lr_ratio) == ("cosine", warmup, 0.1)
-    assert (train.steps, train.micro_batch_size) == (steps, micro)
-    assert train.global_batch_size * train.sequence_length == 131_072
+    assert (schedule.name, schedule.warmup_steps, config.train.micro_batch_size) == ("cosine", warmup, micro)
+
+
+@pytest.mark.parametrize(
+    ("size", "lr", "warmup", "every"),
+    [
+        ("60m", 1e-2, 1_000, 500),
+        ("130m", 1e-2, 2_000, 500),
+        ("350m", 1e-2, 2_000, 500),
+        ("1b", 5e-3, 10_000, 200),
+    ],
+)
+def test_loro_has_its_published_recipe(size: str, lr: float, warmup: int, every: int) -> None:
+    config = paper("loro", size)
+    optimizer, schedule = config.optimizer, config.schedule
+    assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.eps) == ("loro", lr, (0.9, 0.999), 1e-6)
+    assert (optimizer.weight_decay, optimizer.clip, optimizer.exact_every) == (0.0, None, every)
+    assert (schedule.name, schedule.warmup_steps) == ("jagged_cosine", warmup)
 
 
 @pytest.mark.parametrize(("size", "tp"), [("3b", 2), ("13b", 4), ("30b", 4)])

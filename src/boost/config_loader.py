@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from boost.errors import UserError
 
 PRESETS = Path(__file__).parent / "configs"
+PAPER = "paper"  # the folder in it that holds presets too
 COMMAND_LINE = "command line"
 COUNT_MAX = 2**31 - 1  # every count in the schema stays below this, so that no check on it takes long
 
@@ -186,8 +187,9 @@ def dump_yaml(content: Mapping[str, Any]) -> str:
 
 
 def preset_names() -> list[str]:
-    """The names of the shipped presets, in alphabetical order."""
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    """The names of the shipped presets, in alphabetical order; those of published recipes begin with `paper/`."""
+    files = [*PRESETS.glob("*.yaml"), *PRESETS.glob(f"{PAPER}/*.yaml")]
+    return sorted(path.relative_to(PRESETS).with_suffix("").as_posix() for path in files)
 
 
 def read_layers(path: str | Path) -> list[Layer]:
@@ -230,7 +232,8 @@ def _locate(name: str, base: Path | None, referrer: str) -> tuple[Path, str]:
     file = base / path if base is not None else path
     if base == PRESETS and path.stem in presets:
         return file, f"preset {path.stem}"
-    looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) != 1 or name.startswith(".")
+    in_folder = len(path.parts) != 1 and path.parts[0] != PAPER
+    looks_like_path = path.suffix in {".yaml", ".yml"} or in_folder or name.startswith(".")
     if looks_like_path or _is(Path.exists, file):
         return file, _name(str(file), at_most=5000)
     near = difflib.get_close_matches(name, presets, 3, 0.4)

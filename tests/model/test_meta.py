@@ -17,8 +17,12 @@ from boost.parallel.sharding import canonical_names
 SIZES = ("60m", "130m", "350m", "1b", "7b")
 LOW_RANK_MILLIONS = dict(zip(SIZES, ("42.77", "94.00", "185.22", "609.31", "2820.94"), strict=True))
 DENSE_MILLIONS = dict(zip(SIZES, ("58.07", "134.11", "367.97", "1339.08", "6738.42"), strict=True))
-PUBLISHED_MILLIONS = {f"llama-{size}": value for size, value in DENSE_MILLIONS.items()}
-PUBLISHED_MILLIONS |= {f"{kind}-{size}": LOW_RANK_MILLIONS[size] for kind in ("cola", "svd") for size in SIZES}
+PUBLISHED_MILLIONS = {f"paper/dense-{size}": value for size, value in DENSE_MILLIONS.items()}
+PUBLISHED_MILLIONS |= {
+    f"paper/{method}-{size}": LOW_RANK_MILLIONS[size] for method in ("cola", "svd", "loro") for size in SIZES
+}
+# Millions that LaX's published gates and norms add to the rest.
+GATES_MILLIONS = dict(zip(SIZES, ("0.028", "0.079", "0.165", "0.371", "0.889"), strict=True))
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -40,4 +44,10 @@ def test_preset_has_its_published_size(name: str) -> None:
 def test_every_published_figure_has_a_preset() -> None:
     """None of the figures above goes unchecked."""
     assert PUBLISHED_MILLIONS.keys() < set(preset_names())
-    assert len(PUBLISHED_MILLIONS) == 15
+    assert len(PUBLISHED_MILLIONS) == 20
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_have_their_published_size(size: str) -> None:
+    lax, cola = (costs.parameters(TrainConfig.load(f"paper/{method}-{size}").model) for method in ("lax", "cola"))
+    assert f"{(lax - cola) / 1e6:.3f}" == GATES_MILLIONS[size]
