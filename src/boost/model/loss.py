@@ -19,7 +19,7 @@ from boost.parallel.mesh import Group
 
 IGNORED = -100
 # Of the logits that exist at once, counted in fp32.
-LOGITS_BYTES = 64 * 2**20
+LOGITS_BYTES = 128 * 2**20
 # Of those whose softmax a CPU takes at once: several passes over as much as its caches hold.
 SOFTMAX_BYTES = 2**20
 # The least share of a token's probability that counts: what is divided by it must not overflow.
@@ -58,7 +58,9 @@ class _HeadLoss(torch.autograd.Function):
             share = (local_lse - lse).exp().clamp_min(SMALLEST_SHARE)
             if vocabulary:
                 onehot = share.reciprocal().where(mine, 0)
-                logits.scatter_(-1, column.unsqueeze(-1), (probability - onehot).to(h.dtype).unsqueeze(-1))
+                rows = torch.arange(0, logits.numel(), vocabulary, device=h.device)
+                # (scatter_ would copy bf16 logits as a whole on CPUs.)
+                logits.view(-1).index_copy_(0, rows + column, (probability - onehot).to(h.dtype))
             counts = share.where(kept, 0).unsqueeze(-1)
             torch.mm(logits, weight, out=grad_h[begin : begin + chunk]).mul_(counts)
             _add_product(grad_w, logits, (h * counts).to(h.dtype))
