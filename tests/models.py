@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.decoder import Decoder
+from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Group
-from boost.parallel.sharding import described, initialize
+from boost.parallel.sharding import described, initialize, partial_parameters
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -55,6 +56,8 @@ def tensors(
     tp = tp or cast(Decoder, decoder).tp
     mine: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
     for parameter, parts in described(decoder):
+        if gradients and not parameter.requires_grad:
+            continue
         held = parameter.grad if gradients else parameter
         assert held is not None, parts
         for part in parts:
@@ -112,6 +115,7 @@ def loss_and_gradients(decoder: Decoder, ids: Tensor, labels: Tensor) -> tuple[T
     decoder.zero_grad()
     loss = decoder.loss(ids, labels, samples=range(len(ids))) / (labels != -100).sum()
     loss.backward()
+    sum_gradients(partial_parameters(decoder), decoder.tp)
     return loss.detach(), tensors(decoder, gradients=True)
 
 

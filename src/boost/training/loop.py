@@ -26,13 +26,14 @@ from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_al
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import PATIENCE, Mesh, separate_group, shorten_timeouts
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
-from boost.parallel.sharding import initialize
+from boost.parallel.sharding import initialize, partial_parameters
 from boost.parallel.zero import begin_micro_batch, shard
 from boost.training.batches import Batch, Batches
 from boost.training.clipping import clip_gradients, gradient_norm
 from boost.training.console import Progress, log_summary
 from boost.training.metrics import MetricsWriter, peak_flops, peak_memory_bytes, write_plots
 from boost.training.optimizers.build import build_optimizer
+from boost.training.restart import count_since_restart, restart, steps_since_restart
 from boost.training.run_directory import RunDirectory
 from boost.training.schedule import lr_multiplier
 from boost.training.signals import StopRequest
@@ -60,6 +61,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     model = build_model(config, mesh)
     optimizer = build_optimizer(model, config, mesh)
     start = restore(config, mesh, run, dataset, model, optimizer)
+    restart_every = config.optimizer.restart_every
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     flops_per_token = costs.training_flops_per_token(config.model, config.train.sequence_length)
     peak = peak_flops(mesh.device, config.train.precision)
@@ -112,12 +114,16 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             if any_rank(stop.requested or saver.failed, mesh.world):
                 break
             began = time.perf_counter()
-            multiplier = lr_multiplier(config.schedule, step, config.train.steps, config.optimizer.exact_every)
+            multiplier = lr_multiplier(
+                config.schedule, step, config.train.steps, config.optimizer.exact_every, restart_every
+            )
             lr = config.optimizer.lr * multiplier
             loss, norm = update(
                 model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
             )
             step += 1
+            if restart_every is not None and steps_since_restart(step, restart_every) == 0:
+                restart(model, optimizer, config.train.seed, step, mesh.tp)
             if step == start + 1:
                 shorten_timeouts(mesh, config.parallel.timeout_seconds)
             if mesh.device.type == "cuda":
@@ -226,6 +232,8 @@ def restore(
         checkpoint = _open(newest, config, mesh)
         check_resumable(checkpoint, config, dataset.fingerprint)
         step = load_state(checkpoint, model, optimizer, mesh.tp)
+        if config.optimizer.restart_every is not None:
+            count_since_restart(model, optimizer, step, config.optimizer.restart_every)
         logger.info("resuming from %s", newest)
         return step
     if config.run.init_from is not None:
@@ -288,6 +296,7 @@ def update(
     total = forward_backward(model, batch, mesh, zero)
     if mesh.shards.size == 1:
         sum_gradients(model.parameters(), mesh.dp)
+    sum_gradients(partial_parameters(model), mesh.tp)
     if isinstance(model, PipelinedDecoder):
         model.join_twins()
     norm = gradient_norm(model, mesh.tp, mesh.shards, mesh.pp)
