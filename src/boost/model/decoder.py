@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,9 @@ class Decoder(nn.Module):
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
         self.crossing = model.crossing != "none"
         assert not self.crossing or (self.hidden_sharded and not self.split_batch), "refused by the configuration"
-        wide = {"dense": DenseBlock, "relora": ReloraBlock}
-        kind = wide.get(model.linear, BottleneckBlock if self.hidden_sharded else VanillaBlock)
+        low_rank = BottleneckBlock if self.hidden_sharded else VanillaBlock
+        kinds: dict[str, Any] = {"dense": DenseBlock, "relora": ReloraBlock}
+        kind = kinds.get(model.linear, low_rank)
 
         self.stream = make_stream(parallel.sequence_parallel, tp)
         layers = range(model.layers) if layers is None else layers

@@ -141,6 +141,12 @@ class ReloraLinears(Sharded):
             w.view(self.weight, self.tp).addmm_(b.view(self.up, self.tp), a.view(down, self.tp), alpha=self.scale)
 
 
+def factor_names(model: nn.Module) -> frozenset[str]:
+    """The canonical names of all factors of ReLoRA's linears."""
+    found = (module.factors() for module in model.modules() if isinstance(module, ReloraLinears))
+    return frozenset(part.name for factors in found for _, parts in factors for part in parts)
+
+
 def _whole(parameter: Tensor) -> Tensor:
     """All rows of a parameter that ZeRO may divide."""
     return cast(Tensor, parameter.full_tensor()) if hasattr(parameter, "full_tensor") else parameter

@@ -13,7 +13,7 @@ from torch import nn
 
 from boost.checkpoint.saver import Saver
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
-from boost.checkpoint.weights import load_weights
+from boost.checkpoint.weights import load_weights, saved_config
 from boost.config import TrainConfig
 from boost.config_rules import ZERO_BUBBLE
 from boost.data.dataset import Dataset, open_dataset
@@ -21,6 +21,7 @@ from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder
+from boost.model.relora import factor_names
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
@@ -239,8 +240,10 @@ def restore(
     if config.run.init_from is not None:
         checkpoint = _open(config.run.init_from, config, mesh)
         with torch.device("meta"):
-            whole = None if isinstance(model, Decoder) else Decoder(config.model)
-        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole)
+            whole = Decoder(config.model)
+        # A full-rank warm start has no factors yet: they stay as they were drawn.
+        fresh = factor_names(whole) if saved_config(checkpoint).model.linear == "dense" else frozenset()
+        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole, fresh=fresh)
         logger.info("starting from the weights of %s", checkpoint.path)
     return 0
 

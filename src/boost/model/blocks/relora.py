@@ -8,6 +8,7 @@ with those of the matrices. Once per step the gradients of the factors that ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class RowParallel(ReloraLinears):
 class ReloraBlock(nn.Module):
     """x_TD to x_TD, the whole residual stream on every rank."""
 
-    LOCAL = ()  # refused with `train.compile`
+    LOCAL: ClassVar[tuple[str, ...]] = ()  # `train.compile` is refused
 
     def __init__(
         self, model: ModelSection, parallel: ParallelSection, layer: int, tp: Group, dtype: torch.dtype
@@ -74,9 +75,10 @@ class ReloraBlock(nn.Module):
         self.model, self.layer, self.tp = model, layer, tp
         self.gate_act = ACTIVATIONS[model.gate_activation]
 
-        def columns(linears: Sequence[Linear]) -> nn.ModuleList:
+        def columns(linears: Sequence[Linear]) -> Sequence[ColumnParallel]:
             groups = [linears] if parallel.group_linears else [[linear] for linear in linears]
-            return nn.ModuleList(ColumnParallel(group, model, tp, dtype) for group in groups)
+            modules = nn.ModuleList(ColumnParallel(group, model, tp, dtype) for group in groups)
+            return cast(Sequence[ColumnParallel], modules)
 
         q, k, v, o = attention_linears(model, layer)
         gate, up, down = mlp_linears(model, layer)
@@ -98,7 +100,9 @@ class ReloraBlock(nn.Module):
         y_TD = self.down.output(y_Tf, self.layer, "down", context, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
         return x_TD + context.drop(y_TD, self.layer, "mlp", None)
 
-    def columns(self, columns: nn.ModuleList, x_TD: Tensor, gain: Gain, site: str, context: Context) -> list[Tensor]:
+    def columns(
+        self, columns: Sequence[ColumnParallel], x_TD: Tensor, gain: Gain, site: str, context: Context
+    ) -> list[Tensor]:
         """norm(x), whose gradient is summed once for all linears that read it; and what they make of it."""
         h_TD = sum_backward(rms_norm(x_TD, gain.weight, self.model.norm_eps), self.tp, context.queue)
         whole = read(h_TD, context, self.layer, site, width=self.model.hidden_size)
