@@ -91,11 +91,11 @@ def load(decoder: nn.Module, whole: dict[str, Tensor], tp: Group | None = None) 
 
 
 def perturbed(whole: dict[str, Tensor], seed: int = 7) -> dict[str, Tensor]:
-    """The same tensors with gains away from one and biases away from zero."""
+    """The same tensors with gains away from one, and biases, and ReLoRA's B, away from zero."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
-        if value.dim() == 1
+        if value.dim() == 1 or not value.any()
         else value.clone()
         for name, value in sorted(whole.items())
     }

@@ -30,7 +30,7 @@ def uneven(linear: str = "low_rank", **changes: Any) -> ModelSection:
 
 
 def layouts(linear: str) -> list[ParallelSection]:
-    tensor_layouts = ["btp"] if linear == "dense" else LOW_RANK
+    tensor_layouts = LOW_RANK if linear == "low_rank" else ["btp"]
     return [
         ParallelSection(tensor_layout=layout, group_linears=grouped)  # type: ignore[arg-type]
         for layout, grouped in itertools.product(tensor_layouts, [True, False])
@@ -40,7 +40,7 @@ def layouts(linear: str) -> list[ParallelSection]:
 def differing(mesh: Mesh, kv_heads: int) -> list[Any]:
     """Models whose initial tensors are not, bit for bit, those of one process, ungrouped."""
     wrong = []
-    for linear, tied in itertools.product(["low_rank", "dense"], [False, True]):
+    for linear, tied in itertools.product(["low_rank", "dense", "relora"], [False, True]):
         model = uneven(linear, kv_heads=kv_heads, tie_embeddings=tied)
         expected = tensors(build(model, ParallelSection(group_linears=False), dtype=torch.float32))
         for parallel in layouts(linear):
