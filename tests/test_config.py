@@ -440,7 +440,7 @@ def test_relora_goes_with_every_zero_stage_and_schedule_of_a_pipeline() -> None:
         ("parallel.sequence_parallel", "for dense models", {"parallel": {"sequence_parallel": True}}),
         ("parallel.overlap", "the bridges of BTP", {"parallel": {"overlap": "split_batch"}}),
         ("train.recompute", "a relora model has no chunks between latents", {"train": {"recompute": "latent"}}),
-        ("train.compile", "is not for relora", {"train": {"compile": True}}),
+        ("train.compile", "for dense and low_rank blocks", {"train": {"compile": True}}),
         ("model.crossing", "low_rank linears", {"model": {"linear": "relora", "crossing": "diagonal"}}),
         ("optimizer.name", "factors of low-rank linears", {"optimizer": {"restart_every": 200, "name": "muon"}}),
         (

@@ -206,7 +206,9 @@ def _relora_rules(config: TrainConfig) -> Iterator[Violation]:
             ("parallel.sequence_parallel", "model.linear"), "is for dense models", expected="false", got="true"
         )
     if train.compile:
-        yield Violation(("train.compile", "model.linear"), "is not for relora", expected="false", got="true")
+        yield Violation(
+            ("train.compile", "model.linear"), "is for dense and low_rank blocks", expected="false", got="true"
+        )
     if (every is not None) != (schedule.name == "jagged_cosine"):
         yield Violation(
             ("optimizer.restart_every", "schedule.name", "model.linear"),

@@ -56,7 +56,7 @@ def product() -> list[Case]:
         pp, dp, tp = case["layout"]
         if pp == 1 and case["schedule"] != "1f1b":
             continue
-        if dp == 1 and case["zero"] or case["micro"] * pp > SEQUENCES // dp:
+        if (dp == 1 and case["zero"]) or case["micro"] * pp > SEQUENCES // dp:
             continue
         if tp == 1 and case["overlap"] != "none":
             continue
