@@ -86,7 +86,8 @@ class Part:
         if self.transposed:
             share = share.t()
         rows_dim = len(self.shape) - 1 if self.transposed else 0
-        offsets = [low - begin if dim == rows_dim else 0 for dim in range(len(self.shape))]
+        # A rank whose rows end before the region has none of it, at its beginning.
+        offsets = [max(low - begin, 0) if dim == rows_dim else 0 for dim in range(len(self.shape))]
         if self.split is not None:
             offsets[self.split] += tp.rank * (end - begin if self.split == rows_dim else share.shape[self.split])
         for dim, size in enumerate(self.shape):
