@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -284,19 +285,22 @@ def errors_of(settings: TrainConfig, mesh: Mesh, expected: dict[str, Any], weigh
     return [(what, error) for what, error, allowed in errors if not error <= allowed]
 
 
-def references(cases: list[Case]) -> dict[str, Any]:
-    """For each model among the cases its weights, and what plain torch makes of them."""
+def references(cases: list[Case]) -> bytes:
+    """For each model among the cases its weights, and what plain torch makes of them.
+
+    In bytes, because torch would send every tensor as a file handle.
+    """
     models = {config(case).model.model_dump_json(): config(case) for case in cases}
     weights = {key: weights_of(settings) for key, settings in models.items()}
-    return {key: (weights[key], oracle(settings, weights[key])) for key, settings in models.items()}
+    return pickle.dumps({key: (weights[key], oracle(settings, weights[key])) for key, settings in models.items()})
 
 
-def compare(mesh: Mesh, cases: list[Case], references: dict[str, Any]) -> list[tuple[Case, list[Any]]]:
+def compare(mesh: Mesh, cases: list[Case], pickled: bytes) -> list[tuple[Case, list[Any]]]:
     """For each case what differs from plain torch."""
-    out = []
+    out, known = [], pickle.loads(pickled)
     for case in cases:
         settings = config(case)
-        weights, expected = references[settings.model.model_dump_json()]
+        weights, expected = known[settings.model.model_dump_json()]
         parallel = settings.parallel
         world = parallel.pp * parallel.dp * parallel.tp
         sizes = (parallel.pp, parallel.dp, parallel.tp)
