@@ -123,3 +123,21 @@ def test_the_length_of_a_cycle_is_fixed(settings: Settings, tmp_path: Path) -> N
     longer = relora(settings, tmp_path / "run", train__steps=8, optimizer__restart_every=4)
     with pytest.raises(UserError, match=r"optimizer\.restart_every: differs .*expected 3, got 4"):
         run(longer)
+
+
+def test_bf16_leaves_frozen_masters_as_they_are(settings: Settings, tmp_path: Path) -> None:
+    """ZeRO gathers them rounded; what is saved before the first merge is still what was drawn, in fp32."""
+    plain = run(relora(settings, tmp_path / "plain", train__precision="bf16"))
+    config = relora(settings, tmp_path / "run", train__precision="bf16", parallel__dp=2, parallel__zero=2)
+    found = run(config)
+    for record, reference in zip(found, plain, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-3)
+    run(relora(settings, tmp_path / "drawn", train__precision="bf16", train__steps=0))
+    name = "blocks.1.mlp.down.weight"
+    drawn, before, merged = (
+        open_checkpoint(tmp_path / path).tensor(name)
+        for path in ("drawn", f"run/checkpoints/step-{MERGED_AFTER - 1}", f"run/checkpoints/step-{MERGED_AFTER}")
+    )
+    assert drawn.dtype == torch.float32
+    assert torch.equal(before, drawn)
+    assert not torch.equal(merged, drawn)
