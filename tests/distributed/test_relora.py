@@ -32,7 +32,7 @@ from tests.distributed.test_layout_parity import pairwise
 from tests.models import SMALL, build, distance, load, perturbed, tensors, worst
 
 TOLERANCE, LATER = 1e-10, 1e-9  # of the first step; of what follows from rounded weights
-STEPS, EVERY, SEQUENCES, LENGTH, SEED = 4, 2, 8, 7, 1
+STEPS, EVERY, SEQUENCES, LENGTH, SEED = 4, 2, 4, 7, 1
 MERGED_AFTER = 3  # the update that runs at a learning rate of 0
 SITES = {"q": "q, k, v", "k": "q, k, v", "v": "q, k, v", "o": "o", "gate": "gate, up", "up": "gate, up", "down": "down"}
 
@@ -42,7 +42,7 @@ AXES: dict[str, list[Any]] = {
     "schedule": ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"],
     "overlap": ["none", "weight_grads"],
     "recompute": ["none", "block"],
-    "micro": [1, 2],
+    "micro": [1],
     "grouped": [True, False],
     "odd": [True, False],
     "lora_dropout": [0.0, 0.2],
@@ -57,7 +57,7 @@ def product() -> list[Case]:
         pp, dp, tp = case["layout"]
         if pp == 1 and case["schedule"] != "1f1b":
             continue
-        if (dp == 1 and case["zero"]) or case["micro"] * pp > SEQUENCES // dp:
+        if dp == 1 and case["zero"]:
             continue
         if tp == 1 and case["overlap"] != "none":
             continue
@@ -130,8 +130,8 @@ def batches(settings: TrainConfig) -> list[tuple[Tensor, Tensor]]:
         ids = torch.randint(settings.model.vocab_size, (SEQUENCES, LENGTH + 1), generator=generator)
         labels = ids[:, 1:].clone()
         for row in range(SEQUENCES):
-            labels[row, row:] = -100
-        out.append((ids[:, :-1], labels.flip(0)))
+            labels[row, 2 * row + 1 :] = -100
+        out.append((ids[:, :-1], labels))
     return out
 
 
@@ -312,9 +312,9 @@ def compare(mesh: Mesh, cases: list[Case], pickled: bytes) -> list[tuple[Case, l
 SINGLE: list[Case] = [
     dict(zip(AXES, ((1, 1, 1), 0, "1f1b", *values), strict=True))
     for values in [
-        ("none", "none", 8, True, True, 0.0),
-        ("none", "block", 2, False, False, 0.2),
-        ("none", "none", 4, True, False, 0.2),
+        ("none", "none", 4, True, True, 0.0),
+        ("none", "block", 1, False, False, 0.2),
+        ("none", "none", 2, True, False, 0.2),
     ]
 ]
 
