@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.decoder import Decoder
+from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Group
-from boost.parallel.sharding import described, initialize
+from boost.parallel.sharding import described, initialize, partial_parameters
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -55,6 +56,8 @@ def tensors(
     tp = tp or cast(Decoder, decoder).tp
     mine: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
     for parameter, parts in described(decoder):
+        if gradients and not parameter.requires_grad:
+            continue
         held = parameter.grad if gradients else parameter
         assert held is not None, parts
         for part in parts:
@@ -88,11 +91,11 @@ def load(decoder: nn.Module, whole: dict[str, Tensor], tp: Group | None = None) 
 
 
 def perturbed(whole: dict[str, Tensor], seed: int = 7) -> dict[str, Tensor]:
-    """The same tensors with gains away from one and biases away from zero."""
+    """The same tensors with gains away from one, and biases, and ReLoRA's B, away from zero."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
-        if value.dim() == 1
+        if value.dim() == 1 or not value.any()
         else value.clone()
         for name, value in sorted(whole.items())
     }
@@ -112,6 +115,7 @@ def loss_and_gradients(decoder: Decoder, ids: Tensor, labels: Tensor) -> tuple[T
     decoder.zero_grad()
     loss = decoder.loss(ids, labels, samples=range(len(ids))) / (labels != -100).sum()
     loss.backward()
+    sum_gradients(partial_parameters(decoder), decoder.tp)
     return loss.detach(), tensors(decoder, gradients=True)
 
 

@@ -413,14 +413,73 @@ def test_muon_is_for_whole_factors() -> None:
 
 
 def test_the_jagged_cosine_is_for_loro_only() -> None:
-    assert "every optimizer.exact_every steps, for LORO" in refusal(schedule={"name": "jagged_cosine"})
+    assert "every exact step of LORO, or every restart of ReLoRA" in refusal(schedule={"name": "jagged_cosine"})
+
+
+RELORA: dict[str, Any] = {
+    "model": {"linear": "relora"},
+    "optimizer": {"restart_every": 200},
+    "schedule": {"name": "jagged_cosine"},
+}
+
+
+def test_relora_goes_with_every_zero_stage_and_schedule_of_a_pipeline() -> None:
+    for zero in (0, 1, 2, 3):
+        found = config(**RELORA, parallel={"tp": 2, "dp": 2, "zero": zero, "overlap": "weight_grads"})
+        assert found.layout == "dense" and found.model.rank == 16
+    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+        config(**RELORA, parallel={"pp": 2, "pipeline_schedule": schedule}, train={"micro_batch_size": 1})
+    for schedule in ("cosine", "constant"):
+        assert config(model={"linear": "relora"}, schedule={"name": schedule}).optimizer.restart_every is None
+
+
+@pytest.mark.parametrize(
+    ("field", "reason", "sections"),
+    [
+        ("parallel.tensor_layout", "frozen matrices are wide", {"parallel": {"tensor_layout": "btp"}}),
+        ("parallel.tensor_layout", "frozen matrices are wide", {"parallel": {"tensor_layout": "vanilla"}}),
+        ("parallel.sequence_parallel", "for dense models", {"parallel": {"sequence_parallel": True}}),
+        ("parallel.overlap", "the bridges of BTP", {"parallel": {"overlap": "split_batch"}}),
+        ("train.recompute", "a relora model has no chunks between latents", {"train": {"recompute": "latent"}}),
+        ("train.compile", "for dense and low_rank blocks", {"train": {"compile": True}}),
+        ("model.crossing", "low_rank linears", {"model": {"linear": "relora", "crossing": "diagonal"}}),
+        ("optimizer.name", "factors of low-rank linears", {"optimizer": {"restart_every": 200, "name": "muon"}}),
+        (
+            "optimizer.name",
+            "bases of bottlenecks",
+            {"optimizer": {"restart_every": 200, "name": "loro", "exact_every": 200}},
+        ),
+        ("optimizer.restart_every", "both or neither, got null and jagged_cosine", {"optimizer": {}}),
+        ("optimizer.restart_every", "both or neither, got 200 and cosine", {"schedule": {"name": "cosine"}}),
+        ("train.steps", "a multiple of optimizer.restart_every = 200, got 900", {"train": {"steps": 900}}),
+        (
+            "schedule.warmup_steps",
+            "at most optimizer.restart_every = 200",
+            {"schedule": {"name": "jagged_cosine", "warmup_steps": 201}},
+        ),
+        (
+            "schedule.restart_warmup_steps",
+            "at least 1 and less than",
+            {"schedule": {"name": "jagged_cosine", "restart_warmup_steps": 0}},
+        ),
+        (
+            "schedule.restart_warmup_steps",
+            "less than optimizer.restart_every = 100",
+            {"optimizer": {"restart_every": 100}},
+        ),
+        ("optimizer.restart_every", "only ReLoRA merges", {"model": {}, "schedule": {}}),
+        ("model.lora_dropout", "is for relora", {"model": {"lora_dropout": 0.1}, "optimizer": {}, "schedule": {}}),
+    ],
+)
+def test_what_relora_does_not_go_with(field: str, reason: str, sections: dict[str, Any]) -> None:
+    problem = refusal(**{**RELORA, **sections})
+    assert field in problem and reason in problem
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("model.linear", "sltrain"),
-        ("model.linear", "relora"),
         ("logging.wandb", True),
         ("logging.trackio", True),
     ],
@@ -678,6 +737,7 @@ def test_keys_that_are_no_names_are_unknown(write: Write) -> None:
     [
         {},
         {"model": {"linear": "dense"}, "parallel": {"dp": 2}},
+        {"model": {"linear": "relora", "lora_dropout": 0.1}, "parallel": {"tp": 2}},
         {"optimizer": {"lr": 1e-05, "clip": None, "betas": [0.5, 0.1 + 0.2]}, "run": {"resume": False}},
         {"data": {"path": "6e-3"}, "run": {"dir": "010", "init_from": "no"}},
         {"data": {"path": "null"}, "run": {"dir": "a: b # 'c' \"d\"\n\t\u00e9\u2028", "init_from": "2026-01-31"}},

@@ -94,6 +94,9 @@ class ModelSection(_Section):
         default_factory=_default_rank,
         description="width r of every bottleneck; default: hidden_size // 4 (CoLA); not for dense",
     )
+    lora_alpha: Positive = Field(
+        default=32.0, description="sltrain and relora: B A counts alpha / rank times; no effect elsewhere"
+    )
     bottleneck_activation: Literal["silu", "none"] = Field(
         default="silu", description="activation on the rank-wide tensor: silu is CoLA, none is SVD; only for low_rank"
     )
@@ -107,6 +110,9 @@ class ModelSection(_Section):
     norm_eps: Positive = Field(default=1e-6, description="added to the mean square in RMSNorm; default: LLaMA")
     rope_theta: Positive = Field(default=10000.0, description="base of the rotary frequencies; default: LLaMA")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="probability with which the block outputs are dropped")
+    lora_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="relora: probability with which A's input is dropped; published: 0.1"
+    )
     attention_bias: bool = Field(default=False, description="biases on q, k, v and o")
     mlp_bias: bool = Field(default=False, description="biases on gate, up and down")
     init_std: Positive = Field(
@@ -138,6 +144,9 @@ class OptimizerSection(_Section):
     decay_norms: bool = Field(default=False, description="decay norm gains and biases as well (CoLA: true)")
     clip: Positive | None = Field(default=1.0, description="largest norm of the global gradient; null = no clipping")
     exact_every: Size | None = Field(default=None, description="steps between two exact LORO steps; only for loro")
+    restart_every: Size | None = Field(
+        default=None, description="relora: steps between merges, each with new factors and moments; null = never"
+    )
 
 
 class ScheduleSection(_Section):
@@ -148,6 +157,9 @@ class ScheduleSection(_Section):
     )
     warmup_steps: Count = Field(default=0, description="steps of linear warm-up from 0; a shorter run ends within it")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate / peak; default: CoLA")
+    restart_warmup_steps: Count = Field(
+        default=100, description="relora's jagged_cosine: steps of linear warm-up from 0 after each restart"
+    )
 
 
 class TrainSection(_Section):
@@ -191,7 +203,8 @@ class ParallelSection(_Section):
         description="ZeRO stage: what data-parallel ranks share instead of repeat; no effect with dp = 1",
     )
     tensor_layout: Literal["btp", "vanilla", "vanilla_sharded_heads"] = Field(
-        default="btp", description="how low-rank linears are split over tp; for dense (always Megatron) leave it out"
+        default="btp",
+        description="how low-rank linears are split over tp; for dense and relora (always Megatron) leave it out",
     )
     norm: Literal["online", "sync"] = Field(
         default="online",
@@ -306,12 +319,15 @@ class TrainConfig(_Section):
 
     def to_yaml(self) -> str:
         """The resolved configuration, which `load` reads back equal."""
-        return dump_yaml(self.model_dump(mode="json"))
+        content = self.model_dump(mode="json")
+        if self.model.linear == "relora":
+            del content["parallel"]["tensor_layout"]  # which no one chose, and no one can
+        return dump_yaml(content)
 
     @property
     def layout(self) -> Literal["dense", "btp", "vanilla", "vanilla_sharded_heads"]:
-        """How the blocks are split over the tp ranks: dense ones as in Megatron, low-rank ones as configured."""
-        return "dense" if self.model.linear == "dense" else self.parallel.tensor_layout
+        """How the blocks are split over the tp ranks: wide ones as in Megatron, low-rank ones as configured."""
+        return "dense" if self.model.linear in ("dense", "relora") else self.parallel.tensor_layout
 
     @property
     def stages(self) -> int:

@@ -20,6 +20,7 @@ def violations_of(config: TrainConfig) -> list[Violation]:
         *_baseline_rules(config),
         *_bridge_rules(config),
         *_crossing_rules(config),
+        *_relora_rules(config),
         *_zero_rules(config),
         *_training_rules(config),
         *_pipeline_rules(config),
@@ -181,6 +182,73 @@ def _crossing_rules(config: TrainConfig) -> Iterator[Violation]:
             yield Violation(("model.crossing", field), reason, expected="none", got=model.crossing)
 
 
+def _relora_rules(config: TrainConfig) -> Iterator[Violation]:
+    """ReLoRA: a frozen wide matrix, which decides the layout, and restarts that the schedule prepares."""
+    model, optimizer, schedule, train = config.model, config.optimizer, config.schedule, config.train
+    every, again = optimizer.restart_every, schedule.restart_warmup_steps
+    if model.linear != "relora":
+        if every is not None:
+            yield Violation(
+                ("optimizer.restart_every", "model.linear"),
+                f"only ReLoRA merges its factors, and model.linear = {model.linear}",
+                expected="null",
+                got=every,
+            )
+        if model.lora_dropout:
+            yield Violation(
+                ("model.lora_dropout", "model.linear"), "is for relora", expected="0", got=model.lora_dropout
+            )
+        return
+    if "tensor_layout" in config.parallel.model_fields_set:
+        yield Violation(
+            ("parallel.tensor_layout", "model.linear"),
+            "chooses where a rank-wide tensor is all-reduced, and ReLoRA's frozen matrices are wide: it is always "
+            "split as in Megatron",
+            expected="no value with model.linear = relora",
+            got=config.parallel.tensor_layout,
+            hint="leave it out",
+        )
+    if config.parallel.sequence_parallel:
+        yield Violation(
+            ("parallel.sequence_parallel", "model.linear"), "is for dense models", expected="false", got="true"
+        )
+    if train.compile:
+        yield Violation(
+            ("train.compile", "model.linear"), "is for dense and low_rank blocks", expected="false", got="true"
+        )
+    if (every is not None) != (schedule.name == "jagged_cosine"):
+        yield Violation(
+            ("optimizer.restart_every", "schedule.name", "model.linear"),
+            "ReLoRA restarts where jagged_cosine is 0, and jagged_cosine is 0 where ReLoRA restarts",
+            expected="both or neither",
+            got=f"{'null' if every is None else every} and {schedule.name}",
+        )
+    if every is None or schedule.name != "jagged_cosine":
+        return
+    if train.steps % every:
+        yield Violation(
+            ("train.steps", "optimizer.restart_every"),
+            "is not a whole number of restarts",
+            expected=f"a multiple of optimizer.restart_every = {every}",
+            got=train.steps,
+            hint=f"nearest: {_near_multiples(every, train.steps)}",
+        )
+    if schedule.warmup_steps > every:
+        yield Violation(
+            ("schedule.warmup_steps", "optimizer.restart_every"),
+            "is still warming up when ReLoRA restarts",
+            expected=f"at most optimizer.restart_every = {every}",
+            got=schedule.warmup_steps,
+        )
+    if not 1 <= again < every:
+        yield Violation(
+            ("schedule.restart_warmup_steps", "optimizer.restart_every"),
+            "starts at 0, where ReLoRA merges, and ends before it does so again",
+            expected=f"at least 1 and less than optimizer.restart_every = {every}",
+            got=again,
+        )
+
+
 def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
     parallel = config.parallel
     if parallel.dp_replicate > 1 and parallel.zero == 0:
@@ -263,10 +331,10 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
                 expected=f"false, or parallel.{name} = false",
                 got="true",
             )
-    if train.recompute == "latent" and config.model.linear == "dense":
+    if train.recompute == "latent" and config.layout == "dense":
         yield Violation(
             ("train.recompute", "model.linear"),
-            "a dense model has no latents to keep",
+            f"a {config.model.linear} model has no chunks between latents to repeat",
             expected="none or block",
             got="latent",
         )
@@ -284,14 +352,15 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
 def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
     """LORO moves products B A of whole rank, and turns the bases of their factors."""
     model, optimizer = config.model, config.optimizer
-    if config.schedule.name == "jagged_cosine" and optimizer.name != "loro":
+    if config.schedule.name == "jagged_cosine" and optimizer.name != "loro" and model.linear != "relora":
         yield Violation(
-            ("schedule.name", "optimizer.name"),
-            "jagged_cosine warms up again every optimizer.exact_every steps, for LORO",
-            expected="cosine, linear or constant, or optimizer.name = loro",
+            ("schedule.name", "optimizer.name", "model.linear"),
+            "jagged_cosine warms up again after every exact step of LORO, or every restart of ReLoRA",
+            expected="cosine, linear or constant, or optimizer.name = loro, or model.linear = relora",
             got="jagged_cosine",
         )
-    if config.schedule.name == "jagged_cosine" and config.train.steps < 2 * config.schedule.warmup_steps:
+    jagged = config.schedule.name == "jagged_cosine" and model.linear != "relora"
+    if jagged and config.train.steps < 2 * config.schedule.warmup_steps:
         yield Violation(
             ("schedule.warmup_steps", "schedule.name", "train.steps"),
             "jagged_cosine rises for twice as long before it falls, longer than the run",
@@ -425,7 +494,7 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
 
 # Fields with values that are part of the schema but not of this version, and the values that are available.
 NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
-    "model.linear": ("dense", "low_rank"),
+    "model.linear": ("dense", "low_rank", "relora"),
     "logging.wandb": (False,),
     "logging.trackio": (False,),
 }

@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "svd_unusual": {**SVD, **UNUSUAL, "tie_embeddings": True},
     "svd_merged": {**SVD, **UNUSUAL, **BIASES, "kv_heads": 2},
     "svd_merged_tied": {**SVD, "kv_heads": 1, "tie_embeddings": True, "head_size": 8},
+    "relora_merged": {"linear": "relora", "lora_alpha": 5.0, "lora_dropout": 0.1, "kv_heads": 2, **BIASES},
+    "relora_merged_tied": {"linear": "relora", "rank": 7, "tie_embeddings": True, "head_size": 10, **UNUSUAL},
     "dense": {"linear": "dense", "kv_heads": 2, **BIASES},
     "dense_tied_no_gate": {"linear": "dense", "tie_embeddings": True, "gate_activation": "none", **UNUSUAL},
 }
@@ -182,6 +184,9 @@ def test_refusals(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "lax", crossing="identity", bottleneck_activation="none")
     with pytest.raises(UserError, match=r"--merge: .*model\.crossing = identity adds another block's bottleneck"):
         export(tmp_path / "lax", tmp_path / "out", merge=True)
+    write_checkpoint(tmp_path / "relora", linear="relora")
+    with pytest.raises(UserError, match=r"--merge: a ReLoRA model is exported with its pairs merged; add --merge"):
+        export(tmp_path / "relora", tmp_path / "out")
     write_checkpoint(tmp_path / "uneven", heads=6)
     with pytest.raises(UserError, match=r"model\.heads: cannot be exported.*expected a divisor of 32, got 6"):
         export(tmp_path / "uneven", tmp_path / "out")

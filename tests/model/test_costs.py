@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense-crossing": {"crossing": "dense", "rank": 5},
     "tensor-crossing": {"crossing": "tensor", "layers": 3},
     "dense": {"linear": "dense"},
+    "relora": {"linear": "relora", "kv_heads": 2, "rank": 5, "layers": 3},
     "dense-gqa-tied": {"linear": "dense", "kv_heads": 1, "tie_embeddings": True, "layers": 3, "head_size": 10},
 }
 
@@ -39,7 +40,7 @@ def attention_flops(model: ModelSection) -> float:
 
 
 def addmm_flops(total: torch.Size, a: torch.Size, b: torch.Size, **_: Any) -> int:
-    """For the loss's in-place accumulation, which torch's counter does not know."""
+    """For what the loss and ReLoRA's pairs add in place, which torch's counter does not know."""
     return 2 * a[0] * a[1] * b[1]
 
 
@@ -62,7 +63,8 @@ def counted(model: ModelSection, parallel: ParallelSection, *, train: bool) -> i
 @pytest.mark.parametrize(("layout", "grouped"), [("btp", True), ("vanilla", False)])
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_gemms_are_those_of_the_formula(changes: dict[str, Any], layout: Any, grouped: bool) -> None:
-    """Forward to logits, and forward and backward of the loss (three times as many): equal to the last FLOP."""
+    """Forward to logits, and forward and backward of the loss (three times as many, but for frozen weights): equal to
+    the last FLOP."""
     model = model_section(**changes)
     layout = "btp" if model.crossing != "none" else layout  # crossings have no other
     parallel = ParallelSection(group_linears=grouped, tensor_layout=layout)
@@ -78,7 +80,8 @@ def test_attention_is_the_causal_half_of_what_the_plain_form_runs(changes: dict[
     model = model_section(**changes)
     decoder = build(model)
     ids, _ = tokens(model, BATCH, SEQUENCE)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    counter = FlopCounterMode(display=False, custom_mapping={aten.addmm_: addmm_flops})
+    with counter, sdpa_kernel(SDPBackend.MATH):
         decoder(ids)
     square = counter.get_total_flops() - counted(model, ParallelSection(), train=False)
     assert square * (SEQUENCE + 1) / (2 * SEQUENCE) == pytest.approx(TOKENS * attention_flops(model), rel=1e-12)

@@ -30,7 +30,7 @@ def uneven(linear: str = "low_rank", **changes: Any) -> ModelSection:
 
 
 def layouts(linear: str) -> list[ParallelSection]:
-    tensor_layouts = ["btp"] if linear == "dense" else LOW_RANK
+    tensor_layouts = LOW_RANK if linear == "low_rank" else ["btp"]
     return [
         ParallelSection(tensor_layout=layout, group_linears=grouped)  # type: ignore[arg-type]
         for layout, grouped in itertools.product(tensor_layouts, [True, False])
@@ -40,8 +40,8 @@ def layouts(linear: str) -> list[ParallelSection]:
 def differing(mesh: Mesh, kv_heads: int) -> list[Any]:
     """Models whose initial tensors are not, bit for bit, those of one process, ungrouped."""
     wrong = []
-    cases = [*itertools.product(["low_rank", "dense"], [False, True], ["cola"]), ("low_rank", False, "xavier")]
-    for linear, tied, init in cases:
+    every = itertools.product(["low_rank", "dense", "relora"], [False, True], ["cola"])
+    for linear, tied, init in [*every, ("low_rank", False, "xavier")]:
         model = uneven(linear, kv_heads=kv_heads, tie_embeddings=tied, factor_init=init)
         expected = tensors(build(model, ParallelSection(group_linears=False), dtype=torch.float32))
         for parallel in layouts(linear):

@@ -56,6 +56,8 @@ def in_directory(settings: Settings, tmp_path: Path, name: str, **changes: Any) 
         },
         {
             "parallel__tp": 2,
+            "parallel__dp": 2,
+            "parallel__zero": 3,
             "parallel__overlap": "weight_grads",
             "train__micro_batch_size": 1,
             "model__linear": "dense",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from boost.config import ScheduleSection
-from boost.training.schedule import jagged_cosine, lr_multiplier
+from boost.training.restart import steps_since_restart
+from boost.training.schedule import jagged_cosine, lr_multiplier, restarted_cosine
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
 
@@ -32,6 +33,31 @@ def test_jagged_cosine_is_the_published_one(published: str) -> None:
     assert ours == pytest.approx(golden["lr"], rel=1e-9, abs=1e-12)
     if params["adjust"] == -params["warmup"]:
         assert ours == [lr_multiplier(schedule, step, steps, cycle) for step in range(steps)]
+
+
+@pytest.mark.parametrize("published", ["relora_jagged", "relora_jagged_adjusted"])
+def test_restarted_cosine_is_the_published_one(published: str) -> None:
+    golden = GOLDEN[published]
+    params = golden["params"]
+    schedule = ScheduleSection(
+        name="jagged_cosine",
+        warmup_steps=params["first_warmup"],
+        restart_warmup_steps=params["restart_warmup"],
+        min_lr_ratio=params["min_lr_ratio"],
+    )
+    steps, cycle = params["steps"], params["restart_every"]
+    ours = [restarted_cosine(schedule, step, steps, cycle, params["adjust"]) for step in range(steps)]
+    assert ours == pytest.approx(golden["lr"], rel=1e-9, abs=1e-12)
+    if not params["adjust"]:
+        assert ours == [lr_multiplier(schedule, step, steps, restart_every=cycle) for step in range(steps)]
+
+
+def test_relora_restarts_after_the_updates_at_a_rate_of_zero() -> None:
+    schedule = ScheduleSection(name="jagged_cosine", warmup_steps=4, restart_warmup_steps=2)
+    idle = [step + 1 for step in range(60) if lr_multiplier(schedule, step, 60, restart_every=10) == 0]
+    assert idle == [1, 11, 21, 31, 41, 51]
+    assert [step for step in range(1, 61) if steps_since_restart(step, 10) == 0] == idle[1:]
+    assert [steps_since_restart(step, 10) for step in (1, 10, 12, 21, 29)] == [1, 10, 1, 0, 8]
 
 
 @pytest.mark.parametrize(("name", "end"), [("cosine", 0.2), ("linear", 0.2), ("constant", 1.0)])

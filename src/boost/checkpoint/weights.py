@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import yaml
 from torch import Tensor, nn
@@ -41,18 +41,26 @@ def parameter_slices(
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: nn.Module, tp: Group, *, cast: bool = False, whole: nn.Module | None = None
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    tp: Group,
+    *,
+    cast: bool = False,
+    whole: nn.Module | None = None,
+    fresh: Collection[str] = (),
 ) -> None:
     """Fills the model's parameters from a checkpoint of any layout.
 
     Args:
         whole: where the model is some stages of a pipeline, the one that they are stages of, on any device.
+        fresh: names of tensors that stay as they are, and that the checkpoint must not have.
 
     Raises:
         UserError: a tensor is missing, left over, of another shape, or of another type without `cast`.
     """
-    targets = list(parameter_slices(model, tp))
-    extra = checkpoint.unused(targets if whole is None else parameter_slices(whole, Group()), kinds=[PARAMETER])
+    targets = [share for share in parameter_slices(model, tp) if share.name not in fresh]
+    known = targets if whole is None else parameter_slices(whole, Group())
+    extra = checkpoint.unused((share for share in known if share.name not in fresh), kinds=[PARAMETER])
     if extra:
         raise UserError(
             str(checkpoint.path),

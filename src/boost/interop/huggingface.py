@@ -59,7 +59,7 @@ def export(
 
 
 def _check(model: ModelSection, merge: bool) -> None:
-    if model.linear not in ("dense", "low_rank"):
+    if model.linear not in ("dense", "low_rank", "relora"):
         raise UserError("model.linear", f"{model.linear} cannot be exported yet")
     if model.hidden_size % model.heads:
         raise UserError(
@@ -70,7 +70,9 @@ def _check(model: ModelSection, merge: bool) -> None:
         )
     if merge and model.linear == "dense":
         raise UserError("--merge", "a dense model has no factors to multiply", hint="leave it out")
-    if merge and model.bottleneck_activation != "none":
+    if model.linear == "relora" and not merge:
+        raise UserError("--merge", "a ReLoRA model is exported with its pairs merged", hint="add --merge")
+    if merge and model.linear == "low_rank" and model.bottleneck_activation != "none":
         raise UserError(
             "--merge",
             f"A and B cannot be multiplied: model.bottleneck_activation = {model.bottleneck_activation} lies between",
@@ -117,7 +119,8 @@ def _write(opened: Checkpoint, config: TrainConfig, folder: Path, merge: bool, s
     _write_json(folder / "config.json", described)
     _write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(loaded, config.train.sequence_length))
-    _write_weights(_tensors(opened, model, merge), folder, shard_bytes)
+    tensors = _merged(opened, model) if model.linear == "relora" else _tensors(opened, model, merge)
+    _write_weights(tensors, folder, shard_bytes)
     return stock
 
 
@@ -143,6 +146,17 @@ def _tensors(opened: Checkpoint, model: ModelSection, merge: bool) -> Iterator[t
             product = tensor.double() @ opened.tensor(f"{prefix}.down.weight").double()
             tensor, name = product.to(tensor.dtype), f"{prefix}.weight"
         yield foreign_name(name, low_rank=low_rank and not merge), tensor.contiguous()
+
+
+def _merged(opened: Checkpoint, model: ModelSection) -> Iterator[tuple[str, torch.Tensor]]:
+    """ReLoRA's matrices with what their pairs add, in fp64, and all else."""
+    assert model.rank is not None
+    for name in shapes(model.model_copy(update={"linear": "dense", "rank": None})):
+        tensor, prefix = opened.tensor(name), name.removesuffix(".weight")
+        if (PARAMETER, f"{prefix}.up.weight") in opened.tensors:
+            up, down = (opened.tensor(f"{prefix}.{factor}.weight").double() for factor in ("up", "down"))
+            tensor = (tensor.double() + model.lora_alpha / model.rank * up @ down).to(tensor.dtype)
+        yield foreign_name(name, low_rank=False), tensor.contiguous()
 
 
 def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:

@@ -43,7 +43,8 @@ class _MatMul(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, out_first: bool, queue: WeightGradQueue | None, again: Again, *kept: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(weight, *kept)
+        # A frozen weight has no gradient that would need them.
+        ctx.save_for_backward(weight, *(kept if weight.requires_grad else ()))
         ctx.out_first, ctx.again = out_first, again
         _keep(ctx, queue, weight)
         w = weight.to(x.dtype)
@@ -61,7 +62,8 @@ class _MatMul(torch.autograd.Function):
             return [(grad.t() @ x if ctx.out_first else x.t() @ grad).to(weight.dtype)]
 
         grad_x = grad @ (w if ctx.out_first else w.t()) if ctx.needs_input_grad[0] else None
-        return grad_x, *_now_or_later(ctx, grad_weight), None, None, None, *(None for _ in kept)
+        grad_w = _now_or_later(ctx, grad_weight) if ctx.needs_input_grad[1] else [None]
+        return grad_x, *grad_w, None, None, None, *(None for _ in ctx.needs_input_grad[5:])
 
 
 def identity(x: Tensor) -> Tensor:
@@ -141,6 +143,59 @@ def grouped_up(
     Saves `kept` instead of h = again(kept): z, say, which an activation saves anyway.
     """
     return _GroupedUp.apply(h_TGr, kept_TGr.detach(), weight_oGr, again, queue)
+
+
+class _AddProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        widths: Sequence[int],
+        scale: float,
+        queue: WeightGradQueue | None,
+    ) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(z, weight)
+        ctx.widths, ctx.scale = widths, scale
+        _keep(ctx, queue, weight)
+        weights = weight.to(z.dtype).split(widths)
+        for y_To, z_Tr, w_or in zip(y.split(widths, -1), z.chunk(len(widths), -1), weights, strict=True):
+            y_To.addmm_(z_Tr, w_or.t(), alpha=scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        z, weight = ctx.saved_tensors
+        grads = grad.split(ctx.widths, -1)
+        weights = weight.to(grad.dtype).split(ctx.widths)
+        grad_z = ctx.scale * torch.cat([g_To @ w_or for g_To, w_or in zip(grads, weights, strict=True)], -1)
+
+        def grad_weight() -> list[Tensor]:
+            latents = z.chunk(len(ctx.widths), -1)
+            products = [g_To.t() @ z_Tr for g_To, z_Tr in zip(grads, latents, strict=True)]
+            return [(ctx.scale * torch.cat(products)).to(weight.dtype)]
+
+        return grad, grad_z, *_now_or_later(ctx, grad_weight), None, None, None
+
+
+def add_products(
+    y_To: Tensor,
+    z_TR: Tensor,
+    weight_or: Tensor,
+    widths: Sequence[int],
+    scale: float,
+    queue: WeightGradQueue | None = None,
+) -> Tensor:
+    """Adds scale z_g B_g^T to y_g, in place, for linears g that lie side by side.
+
+    Args:
+        y_To: [T, o], o the sum of `widths`; an output that no operation has saved.
+        z_TR: [T, G r].
+        weight_or: every B_g [widths[g], r], one below the other.
+    """
+    return _AddProducts.apply(y_To, z_TR, weight_or, widths, scale, queue)
 
 
 class _NormDown(torch.autograd.Function):

@@ -49,6 +49,7 @@ class Context:
         interleaved: two halves of the batch take turns (`boost.parallel.interleave`), and latents' gradients are
             summed by hand.
         queue: takes weight gradients that can wait for an all-reduce to hide behind, or None.
+        lora_dropout: the rate of what ReLoRA's factors read; 0 where the model is not training.
     """
 
     batch: int
@@ -62,6 +63,7 @@ class Context:
     recompute: Recompute = "none"
     queue: WeightGradQueue | None = None
     interleaved: bool = False
+    lora_dropout: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -77,11 +79,16 @@ class Context:
         """
         if self.dropout == 0.0:
             return x
+        keep = self.mask(self.dropout, x.shape[-1], layer, site, "" if shard is None else str(shard))
+        return x * keep.to(device=x.device) / (1.0 - self.dropout)
+
+    def mask(self, rate: float, width: int, layer: int, site: str, shard: str = "") -> Tensor:
+        """What dropout keeps of [T, width], bool, on the host."""
         masks = []
         for sample in self.samples:
-            key = f"{self.seed}:{sample}:{layer}:{site}:{'' if shard is None else shard}"
+            key = f"{self.seed}:{sample}:{layer}:{site}:{shard}"
             generator = torch.Generator().manual_seed(
                 int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
             )
-            masks.append(torch.rand(self.sequence, x.shape[-1], generator=generator) >= self.dropout)
-        return x * torch.cat(masks).to(device=x.device) / (1.0 - self.dropout)
+            masks.append(torch.rand(self.sequence, width, generator=generator) >= rate)
+        return torch.cat(masks)

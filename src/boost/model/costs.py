@@ -1,7 +1,7 @@
 """What a model costs: parameters and FLOPs, one formula per term. Training metrics and planning both read these.
 
 A multiply-add counts as two FLOPs. These are the FLOPs that this model executes: rank-r products, not those of the
-dense model it stands for. Backward is twice forward; recomputation is never counted.
+dense model it stands for. Backward is twice forward, but for frozen weights; recomputation is never counted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from boost.model.crossing import balanced
 
 def block_linear_parameters(model: ModelSection) -> int:
     """Weights in the seven linears of one block, without biases."""
-    total = 0
+    total = block_frozen_parameters(model)
     for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)):
         pair = model.rank is not None
         total += (linear.d_in + linear.d_out) * (model.rank or 0) if pair else linear.d_in * linear.d_out
     return total
+
+
+def block_frozen_parameters(model: ModelSection) -> int:
+    """Of them, the weights that have no gradient: the matrices beside ReLoRA's pairs."""
+    if model.linear != "relora":
+        return 0
+    return sum(linear.d_in * linear.d_out for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)))
 
 
 def gate_parameters(model: ModelSection) -> int:
@@ -60,5 +67,6 @@ def forward_flops_per_token(model: ModelSection, sequence_length: int) -> float:
 
 
 def training_flops_per_token(model: ModelSection, sequence_length: int) -> float:
-    """Forward and backward."""
-    return 3 * forward_flops_per_token(model, sequence_length)
+    """Forward and backward, which for frozen weights has no weight gradient."""
+    unneeded = 2 * model.layers * block_frozen_parameters(model)
+    return 3 * forward_flops_per_token(model, sequence_length) - unneeded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from boost.kernels.compiled import compiled
 from boost.kernels.norm import rms_norm
 from boost.model.blocks.bottleneck import BottleneckBlock, block_stages
 from boost.model.blocks.dense import DenseBlock
+from boost.model.blocks.relora import ReloraBlock
 from boost.model.blocks.vanilla import VanillaBlock
 from boost.model.context import Context, KeyValueCache, Recompute
 from boost.model.crossing import pack, unpack
@@ -77,7 +78,9 @@ class Decoder(nn.Module):
         self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
         self.crossing = model.crossing != "none"
         assert not self.crossing or (self.hidden_sharded and not self.split_batch), "refused by the configuration"
-        kind = DenseBlock if model.linear == "dense" else BottleneckBlock if self.hidden_sharded else VanillaBlock
+        low_rank = BottleneckBlock if self.hidden_sharded else VanillaBlock
+        kinds: dict[str, Any] = {"dense": DenseBlock, "relora": ReloraBlock}
+        kind = kinds.get(model.linear, low_rank)
 
         self.stream = make_stream(parallel.sequence_parallel, tp)
         layers = range(model.layers) if layers is None else layers
@@ -201,8 +204,8 @@ class Decoder(nn.Module):
         self, batch: int, sequence: int, device: torch.device, samples: Sequence[int], cache: KeyValueCache | None
     ) -> Context:
         start = cache.length if cache is not None else 0
-        dropout = self.model.dropout if self.training else 0.0
-        if dropout and len(samples) != batch:
+        dropout, lora_dropout = (self.model.dropout, self.model.lora_dropout) if self.training else (0.0, 0.0)
+        if (dropout or lora_dropout) and len(samples) != batch:
             raise ValueError(f"dropout needs the sample index of each of {batch} sequences, got {len(samples)}")
         cos, sin = rope_tables(start + sequence, self.model.head_size, self.model.rope_theta, self.dtype, device)
         return Context(
@@ -216,4 +219,5 @@ class Decoder(nn.Module):
             queue=self.queue,
             seed=self.seed,
             samples=samples,
+            lora_dropout=lora_dropout,
         )

@@ -8,7 +8,7 @@ and exports all read these descriptors and nothing else.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -41,6 +41,8 @@ class Part:
         transposed: the region is the canonical share's transpose.
         init: how it starts.
         owned: False where another pipeline stage holds the same tensor too, and counts and saves it.
+        partial: every tp rank holds all of it, with a gradient that is its share of a sum over them; see
+            `partial_parameters`. Said of the whole parameter.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Part:
     index: tuple[slice | int, ...] = ()
     transposed: bool = False
     owned: bool = True
+    partial: bool = False
 
     @property
     def decayed(self) -> bool:
@@ -83,7 +86,8 @@ class Part:
         if self.transposed:
             share = share.t()
         rows_dim = len(self.shape) - 1 if self.transposed else 0
-        offsets = [low - begin if dim == rows_dim else 0 for dim in range(len(self.shape))]
+        # A rank whose rows end before the region has none of it, at its beginning.
+        offsets = [max(low - begin, 0) if dim == rows_dim else 0 for dim in range(len(self.shape))]
         if self.split is not None:
             offsets[self.split] += tp.rank * (end - begin if self.split == rows_dim else share.shape[self.split])
         for dim, size in enumerate(self.shape):
@@ -131,6 +135,11 @@ def described(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[Part, ...]
             yield parameter, parts[name]
 
 
+def partial_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Those whose gradients are complete only once they are summed over tp."""
+    return (parameter for parameter, parts in described(model) if parts[0].partial)
+
+
 def padded_share(size: int, group: Group) -> int:
     """The length of a shard when `size` is padded up to a multiple of the group."""
     return -(-size // group.size)
@@ -143,7 +152,7 @@ def exact_share(size: int, group: Group, what: str) -> int:
     return size // group.size
 
 
-def draw(part: Part, seed: int, dtype: torch.dtype) -> Tensor:
+def draw(part: Part, seed: int | str, dtype: torch.dtype) -> Tensor:
     """The whole canonical tensor at initialisation: a function of its name, shape and the seed alone.
 
     Drawn on the CPU in fp32, so that no layout and no device changes it.
@@ -167,11 +176,17 @@ def initialize(model: nn.Module, seed: int, group: Group) -> None:
     """Fills every parameter from the seed; padding becomes exact zeros. Values do not depend on the layout."""
     for parameter, parts in described(model):
         parameter.zero_()
-        for part in parts:
-            share = part.view(parameter, group)
-            value = draw(part, seed, parameter.dtype)
-            box = tuple(slice(o, o + n) for o, n in zip(part.offsets(parameter, group), share.shape, strict=True))
-            share.copy_(value[box])
+        fill(parameter, parts, seed, group)
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, parts: Sequence[Part], seed: int | str, group: Group) -> None:
+    """This rank's share of the canonical tensors in one parameter, as `draw` has them; padding stays as it is."""
+    for part in parts:
+        share = part.view(parameter, group)
+        value = draw(part, seed, parameter.dtype)
+        box = tuple(slice(o, o + n) for o, n in zip(part.offsets(parameter, group), share.shape, strict=True))
+        share.copy_(value[box])
 
 
 def canonical_names(model: nn.Module) -> dict[str, tuple[int, ...]]:

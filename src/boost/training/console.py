@@ -86,7 +86,8 @@ def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -
     tokens = train.global_batch_size * train.sequence_length
     epochs = train.steps * train.global_batch_size / num_sequences(dataset.train, train.sequence_length)
     master = 8 if train.precision == "fp64" else 4
-    memory = 4 * master * count / mesh.tp.size / mesh.pp.size / 2**20
+    frozen = model.layers * costs.block_frozen_parameters(model)  # neither gradient nor moments
+    memory = master * (4 * count - 3 * frozen) / mesh.tp.size / mesh.pp.size / 2**20
     kind = model.linear if model.rank is None else f"{model.linear}, rank {model.rank}"
     accumulation = train.global_batch_size // (mesh.dp.size * train.micro_batch_size)
     logger.info("model: %s parameters, %d layers, hidden %d (%s)", f"{count:,}", model.layers, model.hidden_size, kind)

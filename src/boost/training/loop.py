@@ -13,7 +13,7 @@ from torch import nn
 
 from boost.checkpoint.saver import Saver
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
-from boost.checkpoint.weights import load_weights
+from boost.checkpoint.weights import load_weights, saved_config
 from boost.config import TrainConfig
 from boost.config_rules import ZERO_BUBBLE
 from boost.data.dataset import Dataset, open_dataset
@@ -21,18 +21,20 @@ from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder
+from boost.model.relora import factor_names
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import PATIENCE, Mesh, separate_group, shorten_timeouts
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
-from boost.parallel.sharding import initialize
+from boost.parallel.sharding import initialize, partial_parameters
 from boost.parallel.zero import begin_micro_batch, shard
 from boost.training.batches import Batch, Batches
 from boost.training.clipping import clip_gradients, gradient_norm
 from boost.training.console import Progress, log_summary
 from boost.training.metrics import MetricsWriter, peak_flops, peak_memory_bytes, write_plots
 from boost.training.optimizers.build import build_optimizer
+from boost.training.restart import count_since_restart, restart, steps_since_restart
 from boost.training.run_directory import RunDirectory
 from boost.training.schedule import lr_multiplier
 from boost.training.signals import StopRequest
@@ -60,6 +62,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     model = build_model(config, mesh)
     optimizer = build_optimizer(model, config, mesh)
     start = restore(config, mesh, run, dataset, model, optimizer)
+    restart_every = config.optimizer.restart_every
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     flops_per_token = costs.training_flops_per_token(config.model, config.train.sequence_length)
     peak = peak_flops(mesh.device, config.train.precision)
@@ -112,12 +115,16 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
             if any_rank(stop.requested or saver.failed, mesh.world):
                 break
             began = time.perf_counter()
-            multiplier = lr_multiplier(config.schedule, step, config.train.steps, config.optimizer.exact_every)
+            multiplier = lr_multiplier(
+                config.schedule, step, config.train.steps, config.optimizer.exact_every, restart_every
+            )
             lr = config.optimizer.lr * multiplier
             loss, norm = update(
                 model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
             )
             step += 1
+            if restart_every is not None and steps_since_restart(step, restart_every) == 0:
+                restart(model, optimizer, config.train.seed, step, mesh.tp)
             if step == start + 1:
                 shorten_timeouts(mesh, config.parallel.timeout_seconds)
             if mesh.device.type == "cuda":
@@ -226,13 +233,17 @@ def restore(
         checkpoint = _open(newest, config, mesh)
         check_resumable(checkpoint, config, dataset.fingerprint)
         step = load_state(checkpoint, model, optimizer, mesh.tp)
+        if config.optimizer.restart_every is not None:
+            count_since_restart(model, optimizer, step, config.optimizer.restart_every)
         logger.info("resuming from %s", newest)
         return step
     if config.run.init_from is not None:
         checkpoint = _open(config.run.init_from, config, mesh)
         with torch.device("meta"):
-            whole = None if isinstance(model, Decoder) else Decoder(config.model)
-        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole)
+            whole = Decoder(config.model)
+        # A full-rank warm start has no factors yet: they stay as they were drawn.
+        fresh = factor_names(whole) if saved_config(checkpoint).model.linear == "dense" else frozenset()
+        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole, fresh=fresh)
         logger.info("starting from the weights of %s", checkpoint.path)
     return 0
 
@@ -288,6 +299,7 @@ def update(
     total = forward_backward(model, batch, mesh, zero)
     if mesh.shards.size == 1:
         sum_gradients(model.parameters(), mesh.dp)
+    sum_gradients(partial_parameters(model), mesh.tp)
     if isinstance(model, PipelinedDecoder):
         model.join_twins()
     norm = gradient_norm(model, mesh.tp, mesh.shards, mesh.pp)

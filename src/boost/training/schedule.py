@@ -10,15 +10,20 @@ RESTART_STEPS = 5  # of warm-up after each exact step of LORO
 RESTART_FROM = 1e-6
 
 
-def lr_multiplier(schedule: ScheduleSection, step: int, steps: int, cycle: int | None = None) -> float:
+def lr_multiplier(
+    schedule: ScheduleSection, step: int, steps: int, cycle: int | None = None, restart_every: int | None = None
+) -> float:
     """The multiplier of the update number `step` (0 is the first) of `steps`.
 
     Linear warm-up from 0, then cosine or linear decay to `min_lr_ratio`, or constant. Past the last step it stays
-    at its end, so it never rises again. The jagged cosine is another function, below.
+    at its end, so it never rises again. The jagged cosines are other functions, below.
 
     Args:
-        cycle: of the jagged cosine: steps between two restarts.
+        cycle: of LORO's jagged cosine: steps between two restarts.
+        restart_every: of ReLoRA's: the same.
     """
+    if schedule.name == "jagged_cosine" and restart_every is not None:
+        return restarted_cosine(schedule, min(step, steps), steps, restart_every)
     if schedule.name == "jagged_cosine":
         assert cycle is not None
         return jagged_cosine(schedule, min(step, steps), steps, cycle, -schedule.warmup_steps)
@@ -60,3 +65,25 @@ def jagged_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int, 
     if since < RESTART_STEPS and restarts > 0:
         return RESTART_FROM + since / RESTART_STEPS * (plain(place - since) - RESTART_FROM)
     return plain(place)
+
+
+def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int, adjust: int = 0) -> float:
+    """The published schedule of ReLoRA: a cosine that starts again from 0 every `cycle` steps.
+
+    A restart's warm-up rises in a line to where the cosine is at its end. The first cycle has the run's own warm-up.
+
+    Args:
+        adjust: the schedule stands that many steps further on than the run, once it has warmed up.
+    """
+    floor, warmup, again = schedule.min_lr_ratio, schedule.warmup_steps, schedule.restart_warmup_steps
+    if step < warmup:
+        return step / warmup
+
+    def decayed(at: int) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (at - warmup) / max(1, steps - warmup)))
+
+    place = step + adjust
+    since = place % cycle
+    if since < again and step >= cycle:
+        return since / again * decayed(place - since + again)
+    return decayed(place)

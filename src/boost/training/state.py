@@ -22,17 +22,17 @@ logger = logging.getLogger("boost")
 # What a resumed run must have in common with the saved one. The rest may change, and is logged when it does.
 FIXED = {
     "model": None,
-    "optimizer": ("name",),
+    "optimizer": ("name", "restart_every"),
     "train": ("sequence_length", "global_batch_size"),
     "data": ("seed",),
 }
-FREE_MODEL_FIELDS = ("dropout",)
+FREE_MODEL_FIELDS = ("dropout", "lora_dropout")
 UNLOGGED = ("run", "logging")
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], dict[str, Tensor]]:
     """What an optimiser keeps for a parameter in the parameter's shape; the rest is one count of steps for all."""
-    return lambda parameter: {kind: value for kind, value in optimizer.state[parameter].items() if kind != "step"}
+    return lambda parameter: {k: value for k, value in optimizer.state.get(parameter, {}).items() if k != "step"}
 
 
 def save_state(

@@ -12,13 +12,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_adamw(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW over the model's parameters, its state allocated at once so that a checkpoint always holds it.
+    """AdamW over the model's trainable parameters, its state allocated at once so that a checkpoint always holds it.
 
     Matrices are decayed; norm gains and biases only with `decay_norms`.
     """
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
     for parameter, parts in described(model):
+        if not parameter.requires_grad:
+            continue
         (decayed if config.decay_norms or parts[0].decayed else spared).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
