@@ -41,9 +41,19 @@ class Linear:
     bias: bool = False
 
 
-def factor_std(linear: Linear, rank: int) -> float:
-    """Standard deviation of both factors such that A B has 1/sqrt(d_in + d_out) (CoLA's initialisation)."""
-    return float(rank**-0.25 * (linear.d_in + linear.d_out) ** -0.25)
+FactorInit = Literal["cola", "lora"]
+
+
+def factor_inits(linear: Linear, rank: int, init: FactorInit) -> tuple[Init, Init]:
+    """How A and B start, from the global widths.
+
+    `cola`: normal, of one standard deviation such that A B has 1/sqrt(d_in + d_out). `lora`: A uniform in
+    +-1/sqrt(d_in), B zero.
+    """
+    if init == "lora":
+        return Init("uniform", linear.d_in**-0.5), Init("zeros")
+    both = Init("normal", float(rank**-0.25 * (linear.d_in + linear.d_out) ** -0.25))
+    return both, both
 
 
 class Down(Sharded):
@@ -53,11 +63,14 @@ class Down(Sharded):
         linears: of equal input width.
         rank: global rank r.
         split: "wide" shards d_in (BTP: the output is a partial sum), "rank" shards r (vanilla).
+        init: how the factors start.
     """
 
-    def __init__(self, linears: Sequence[Linear], rank: int, tp: Group, split: Split, dtype: torch.dtype) -> None:
+    def __init__(
+        self, linears: Sequence[Linear], rank: int, tp: Group, split: Split, dtype: torch.dtype, init: FactorInit
+    ) -> None:
         super().__init__()
-        self.linears, self.rank, self.split = tuple(linears), rank, split
+        self.linears, self.rank, self.split, self.init = tuple(linears), rank, split, init
         d_in = linears[0].d_in
         width = padded_share(d_in, tp) if split == "wide" else d_in
         self.local_rank = padded_share(rank, tp) if split == "rank" else rank
@@ -70,7 +83,7 @@ class Down(Sharded):
                 Part(
                     f"{linear.name}.down.weight",
                     (self.rank, linear.d_in),
-                    Init("normal", factor_std(linear, self.rank)),
+                    factor_inits(linear, self.rank, self.init)[0],
                     split=1 if self.split == "wide" else 0,
                     index=(slice(None), slice(g * r, (g + 1) * r)),
                     transposed=True,
@@ -98,11 +111,14 @@ class Up(Sharded):
         rank: global rank r.
         split: "wide" shards d_out (BTP), "rank" shards r (vanilla: the output is a partial sum and the bias, which
             must be added once, is left to `add_bias`).
+        init: how the factors start.
     """
 
-    def __init__(self, linears: Sequence[Linear], rank: int, tp: Group, split: Split, dtype: torch.dtype) -> None:
+    def __init__(
+        self, linears: Sequence[Linear], rank: int, tp: Group, split: Split, dtype: torch.dtype, init: FactorInit
+    ) -> None:
         super().__init__()
-        self.linears, self.rank, self.split = tuple(linears), rank, split
+        self.linears, self.rank, self.split, self.init = tuple(linears), rank, split, init
         d_out = linears[0].d_out
         width = padded_share(d_out, tp) if split == "wide" else d_out
         local_rank = padded_share(rank, tp) if split == "rank" else rank
@@ -115,7 +131,7 @@ class Up(Sharded):
             Part(
                 f"{linear.name}.up.weight",
                 (linear.d_out, self.rank),
-                Init("normal", factor_std(linear, self.rank)),
+                factor_inits(linear, self.rank, self.init)[1],
                 split=0 if wide else 1,
                 index=(slice(None), g),
             )
@@ -164,14 +180,18 @@ class Pairs(nn.Module):
         down_split: Split,
         up_split: Split,
         dtype: torch.dtype,
+        init: FactorInit = "cola",
     ) -> None:
         super().__init__()
         groups = [list(linears)] if grouped else [[linear] for linear in linears]
-        self.downs = cast(Sequence[Down], nn.ModuleList(Down(group, rank, tp, down_split, dtype) for group in groups))
+        self.downs = cast(
+            Sequence[Down], nn.ModuleList(Down(group, rank, tp, down_split, dtype, init) for group in groups)
+        )
         self.ups = cast(
             Sequence[Sequence[Up]],
             nn.ModuleList(
-                nn.ModuleList(Up(run, rank, tp, up_split, dtype) for run in _runs(group, group_b)) for group in groups
+                nn.ModuleList(Up(run, rank, tp, up_split, dtype, init) for run in _runs(group, group_b))
+                for group in groups
             ),
         )
 
