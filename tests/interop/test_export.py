@@ -25,6 +25,7 @@ from tests.models import distance, tokens
 SVD = {"bottleneck_activation": "none"}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 UNUSUAL = {"norm_eps": 0.03, "rope_theta": 371.0}
+BLOCKS = {"linear": "sltrain", "sparse_support": "block_diagonal", "sparse_blocks": 4, "sparse_density": 0.25}
 CASES: dict[str, dict[str, Any]] = {
     "cola": {},
     "cola_gqa_4_2_tied": {"kv_heads": 2, "tie_embeddings": True},
@@ -34,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "svd_unusual": {**SVD, **UNUSUAL, "tie_embeddings": True},
     "svd_merged": {**SVD, **UNUSUAL, **BIASES, "kv_heads": 2},
     "svd_merged_tied": {**SVD, "kv_heads": 1, "tie_embeddings": True, "head_size": 8},
+    "sltrain_merged": {"linear": "sltrain", "kv_heads": 2, "lora_alpha": 9.0, "sparse_density": 0.1, **BIASES},
+    "sltrain_merged_blocks": {**BLOCKS, "tie_embeddings": True, "head_size": 8, **UNUSUAL},
     "dense": {"linear": "dense", "kv_heads": 2, **BIASES},
     "dense_tied_no_gate": {"linear": "dense", "tie_embeddings": True, "gate_activation": "none", **UNUSUAL},
 }
@@ -140,6 +143,9 @@ def test_refusals(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "dense", linear="dense")
     with pytest.raises(UserError, match=r"--merge: a dense model has no factors"):
         export(tmp_path / "dense", tmp_path / "out", merge=True)
+    write_checkpoint(tmp_path / "sltrain", linear="sltrain")
+    with pytest.raises(UserError, match=r"model\.linear: sltrain is exported as one matrix per linear; add --merge"):
+        export(tmp_path / "sltrain", tmp_path / "out")
     write_checkpoint(tmp_path / "lax", crossing="identity")
     with pytest.raises(UserError, match=r"model: linear low_rank with crossing identity cannot be exported yet"):
         export(tmp_path / "lax", tmp_path / "out")

@@ -82,7 +82,8 @@ def saved_supports(checkpoint: Checkpoint, model: ModelSection) -> Supports:
     """
 
     def read(linear: Linear) -> Tensor:
-        positions = checkpoint.tensor(values_name(linear), SUPPORT)
+        with torch.device("cpu"):  # models are built under other defaults
+            positions = checkpoint.tensor(values_name(linear), SUPPORT)
         try:
             check_support(model, linear, positions)
         except ValueError as error:
