@@ -18,7 +18,7 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.decoder import Decoder
 from boost.model.sparse import drawn
 from boost.parallel import mesh as meshes
-from boost.parallel.collectives import count_collectives
+from boost.parallel.collectives import count_collectives, spread_online
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh
 from boost.parallel.overlap import WeightGradQueue
@@ -202,9 +202,9 @@ Q, TP, TOKENS = HEADS * HEAD, 2, 18
 def counted(mesh: Mesh) -> dict[Any, tuple[Counter, Counter]]:
     """One block's collectives forward and backward: the difference between three blocks and two."""
     found = {}
-    for support, grouped, norm, dtype in itertools.product(
-        ("uniform", "block_diagonal"), (True, False), ("online", "sync"), (torch.float32, torch.bfloat16)
-    ):
+    variants = [(grouped, norm, torch.float32) for grouped in (True, False) for norm in ("online", "sync")]
+    variants.append((True, "online", torch.bfloat16))
+    for support, (grouped, norm, dtype) in itertools.product(("uniform", "block_diagonal"), variants):
         ways: list[tuple[Counter, Counter]] = []
         for layers in (2, 3):
             model = ModelSection(
@@ -234,7 +234,7 @@ def test_collectives_are_those_stated() -> None:
     supports add four all-gathers forward and four reduce-scatters backward, of d, Q, d and d_ff."""
     first, second = run_ranks(TP, counted)
     assert first == second
-    assert len(first) == 16
+    assert len(first) == 10
     wide = Counter({D * TOKENS: 2, Q * TOKENS: 1, FFN * TOKENS: 1})
     for (support, grouped, norm, width), ways in first.items():
         for way, gather in zip(ways, ("all_gather", "reduce_scatter"), strict=True):
@@ -247,6 +247,25 @@ def test_collectives_are_those_stated() -> None:
             if support == "uniform":
                 expected += Counter({(gather, size): times for size, times in wide.items()})
             assert way == expected, (support, grouped, norm, width)
+
+
+def summed(mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """The gradients that `spread_online` gives a bf16 latent and its 1/rms; each rank adds its number."""
+    h_TR = torch.ones(5, 3, dtype=torch.bfloat16, requires_grad=True)
+    inverse_T = torch.ones(5, requires_grad=True)
+    h, inverse = spread_online(h_TR, inverse_T, mesh.tp)
+    factor = torch.tensor([1e-3, 3.7, -512.25, 7e4, 0.1]) / (3 + mesh.tp.rank)
+    (h.float().sum() * 2**mesh.tp.rank + (inverse * factor).sum()).backward()
+    assert h_TR.grad is not None
+    assert inverse_T.grad is not None
+    return h_TR.grad, inverse_T.grad
+
+
+def test_the_gradient_of_the_statistic_is_exact_in_bf16() -> None:
+    expected = torch.tensor([1e-3, 3.7, -512.25, 7e4, 0.1]) * (1 / 3 + 1 / 4)
+    for latent, statistic in run_ranks(2, summed):
+        assert torch.equal(latent, torch.full((5, 3), 3.0, dtype=torch.bfloat16))
+        assert ((statistic - expected) / expected).abs().max() < 2**-16
 
 
 # --- Supports ---

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
             self.embedding = VocabShardedTable("embedding.weight", *table, stream)
         self.blocks = nn.ModuleList(kind(model, parallel, layer, tp, master) for layer in layers)
         for block in self.blocks if compile else ():
-            for name in block.LOCAL:
+            for name in cast(Sequence[str], block.LOCAL):
                 setattr(block, name, compiled(getattr(block, name)))
         if self.last:
             self.norm = Gain("norm.weight", model.hidden_size, master)

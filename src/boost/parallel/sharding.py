@@ -92,8 +92,7 @@ class Part:
         assert isinstance(rows, slice), "a part is a range of rows, so that rows can be shared out"
         begin, end, _ = rows.indices(len(parameter))
         # The rows of the region that are held here.
-        low = min(max(begin, first), first + len(held))
-        high = max(min(end, first + len(held)), low)
+        low, high = (min(max(row, begin), end) for row in (first, first + len(held)))
         share = held[(slice(low - first, high - first), *columns)]
         if self.transposed:
             share = share.t()
