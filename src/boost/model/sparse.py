@@ -131,7 +131,7 @@ class Sparse(Sharded):
     def forward(self, x_Ti: Tensor, queue: WeightGradQueue | None = None) -> list[Tensor]:
         """Where uniform one all-gather of x, and in backward a reduce-scatter of its gradient."""
         if self.couples:
-            x_Ti = gather_last(x_Ti, self.tp)
+            x_Ti = gather_last(x_Ti, self.tp, queue)
         if self.places.device != x_Ti.device:
             self.places = self.places.to(x_Ti.device)
         x_TGi = x_Ti.unflatten(-1, (self.shape[0], -1))

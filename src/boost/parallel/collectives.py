@@ -150,10 +150,11 @@ def _gather_last(x: Tensor, group: Group) -> Tensor:
     return all_gather(x, group).movedim(0, -2).flatten(-2)
 
 
-def _reduce_scatter_last(x: Tensor, group: Group) -> Tensor:
+def _reduce_scatter_last(x: Tensor, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
     pieces = x.detach().unflatten(-1, (group.size, -1)).movedim(-2, 0).contiguous()
     piece = pieces.new_empty(pieces.shape[1:])
-    _reduce_scatter(piece.view(-1), pieces.view(-1), group=group.process_group)
+    work = _reduce_scatter(piece.view(-1), pieces.view(-1), group=group.process_group, async_op=True)
+    finish_behind(work, queue)
     return piece
 
 
@@ -195,13 +196,13 @@ class _SumBoth(torch.autograd.Function):
 
 class _GatherLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, queue: WeightGradQueue | None) -> Tensor:
+        ctx.group, ctx.queue = group, queue
         return _gather_last(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_last(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter_last(grad, ctx.group, ctx.queue), None, None
 
 
 class _ScatterLast(torch.autograd.Function):
@@ -277,9 +278,12 @@ def sum_both(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _SumBoth.apply(x, group)
 
 
-def gather_last(x: Tensor, group: Group) -> Tensor:
-    """[..., n] shards to [..., n * size] on every rank; backward sums the gradients and scatters them."""
-    return x if group.size == 1 else _GatherLast.apply(x, group)
+def gather_last(x: Tensor, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
+    """[..., n] shards to [..., n * size] on every rank; backward sums the gradients and scatters them.
+
+    Weight gradients in the queue are computed while that sum is under way.
+    """
+    return x if group.size == 1 else _GatherLast.apply(x, group, queue)
 
 
 def scatter_last(x: Tensor, group: Group) -> Tensor:
