@@ -361,6 +361,35 @@ def test_what_crossings_do_not_go_with(sections: dict[str, Any], reason: str) ->
         assert config(model={"crossing": "dense"}, parallel={"overlap": kept}).model.crossing == "dense"
 
 
+BLOCKS = {"sparse_support": "block_diagonal"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"parallel": {"tensor_layout": "vanilla"}}, "(expected btp, got vanilla)"),
+        ({"parallel": {"bridge_dtype": "fp32"}}, "(expected compute, got fp32)"),
+        ({"parallel": {"sequence_sharded_bottleneck": True}}, "(expected false, got true)"),
+        ({"parallel": {"overlap": "split_batch"}}, "(expected none or weight_grads, got split_batch)"),
+        ({"train": {"compile": True}}, "(expected false, got true)"),
+        ({"train": {"recompute": "latent"}}, "(expected none or block, got latent)"),
+        ({"model": {"crossing": "dense"}}, "is for the bottlenecks of low_rank linears"),
+        ({"optimizer": {"name": "muon"}}, "muon is for the factors of low-rank linears"),
+        ({"optimizer": {"name": "loro", "exact_every": 5}}, "(expected model.linear = low_rank"),
+        ({"model": {"sparse_density": 1e-4}}, "gives the smallest linear, of 4096 entries, none"),
+        ({"model": {**BLOCKS, "ffn_size": 44}}, "does not divide model.ffn_size = 44 into equal blocks"),
+        ({"model": {**BLOCKS, "sparse_blocks": 2}, "parallel": {"tp": 4}}, "(expected a multiple of 4, got 2)"),
+        ({"model": {**BLOCKS, "ffn_size": 96, "sparse_density": 0.2}}, "(expected at most 0.125, got 0.2)"),
+    ],
+)
+def test_what_sltrain_does_not_go_with(sections: dict[str, Any], reason: str) -> None:
+    problem = refusal(**{**sections, "model": {"linear": "sltrain", **sections.get("model", {})}})
+    assert reason in problem, problem
+    for support in ("uniform", "block_diagonal"):
+        model = {"linear": "sltrain", "sparse_support": support, "ffn_size": 64}
+        assert config(model=model, parallel={"tp": 2, "dp": 2, "zero": 3}, train={"recompute": "block"})
+
+
 def test_exact_steps_are_for_loro_only() -> None:
     assert "only LORO has exact steps" in refusal(optimizer={"exact_every": 500})
 
@@ -479,7 +508,6 @@ def test_what_relora_does_not_go_with(field: str, reason: str, sections: dict[st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model.linear", "sltrain"),
         ("logging.wandb", True),
         ("logging.trackio", True),
     ],

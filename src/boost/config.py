@@ -97,6 +97,16 @@ class ModelSection(_Section):
     lora_alpha: Positive = Field(
         default=32.0, description="sltrain and relora: B A counts alpha / rank times; no effect elsewhere"
     )
+    sparse_density: float = Field(
+        default=0.03, gt=0, le=1, description="sltrain: share of entries that the sparse part of a linear has"
+    )
+    sparse_support: Literal["uniform", "block_diagonal"] = Field(
+        default="uniform",
+        description="sltrain: entries anywhere, as published, or in blocks on the diagonal, which need no gather",
+    )
+    sparse_blocks: Size = Field(
+        default=8, description="sltrain: blocks of a block_diagonal support, part of the model; tp must divide it"
+    )
     bottleneck_activation: Literal["silu", "none"] = Field(
         default="silu", description="activation on the rank-wide tensor: silu is CoLA, none is SVD; only for low_rank"
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from boost.config_loader import Violation
+from boost.config_rules_sltrain import sltrain_rules
 
 if TYPE_CHECKING:
     from boost.config import TrainConfig
@@ -21,6 +22,7 @@ def violations_of(config: TrainConfig) -> list[Violation]:
         *_bridge_rules(config),
         *_crossing_rules(config),
         *_relora_rules(config),
+        *sltrain_rules(config),
         *_zero_rules(config),
         *_training_rules(config),
         *_pipeline_rules(config),
@@ -494,7 +496,6 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
 
 # Fields with values that are part of the schema but not of this version, and the values that are available.
 NOT_AVAILABLE: Mapping[str, tuple[object, ...]] = {
-    "model.linear": ("dense", "low_rank", "relora"),
     "logging.wandb": (False,),
     "logging.trackio": (False,),
 }

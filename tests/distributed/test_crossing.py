@@ -11,13 +11,13 @@ from torch import Tensor
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.decoder import Decoder
-from boost.model.rope import rope_tables
 from boost.parallel.collectives import count_collectives
 from boost.parallel.mesh import Mesh
 from boost.parallel.overlap import WeightGradQueue
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_recompute import D, R, kept_per_token_and_block
 from tests.models import build, distance, load, loss_and_gradients, model_section, perturbed, tensors, tokens, worst
+from tests.oracle import plain_loss
 
 TOLERANCE = 1e-10
 GATES = ["identity", "diagonal", "dense", "tensor"]
@@ -56,7 +56,7 @@ def weights_of(model: ModelSection) -> dict[str, Tensor]:
 def oracle(model: ModelSection, weights: dict[str, Tensor], ids: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
     """The same decoder in plain torch: mean loss and gradients."""
     p = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    rank, sequence = model.rank or 0, ids.shape[1]
+    rank = model.rank or 0
     rows = max(a for a in range(1, rank + 1) if rank % a == 0 and a * a <= rank)
     latents: dict[str, Tensor] = {}  # of the block before, by linear
 
@@ -79,31 +79,7 @@ def oracle(model: ModelSection, weights: dict[str, Tensor], ids: Tensor, labels:
         latents[name] = F.silu(u) if model.bottleneck_activation == "silu" else u
         return F.linear(latents[name], p[f"{prefix}.up.weight"], p.get(f"{prefix}.bias"))
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (model.hidden_size,), p[f"{name}.weight"], model.norm_eps)
-
-    def heads(x: Tensor, count: int) -> Tensor:
-        return x.unflatten(-1, (count, model.head_size)).transpose(1, 2)
-
-    cos, sin = rope_tables(sequence, model.head_size, model.rope_theta, torch.float64, ids.device)
-
-    def rotate(x: Tensor) -> Tensor:
-        one, two = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-two, one], dim=-1) * sin
-
-    x = p["embedding.weight"][ids]
-    for layer in range(model.layers):
-        y = norm(x, f"blocks.{layer}.attention.norm")
-        q = rotate(heads(linear(y, layer, "attention.q"), model.heads))
-        k = rotate(heads(linear(y, layer, "attention.k"), model.kv_heads))
-        v = heads(linear(y, layer, "attention.v"), model.kv_heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + linear(y.transpose(1, 2).flatten(-2), layer, "attention.o")
-        y = norm(x, f"blocks.{layer}.mlp.norm")
-        up = linear(y, layer, "mlp.up")
-        x = x + linear(F.silu(linear(y, layer, "mlp.gate")) * up, layer, "mlp.down")
-    logits = F.linear(norm(x, "norm"), p["embedding.weight" if model.tie_embeddings else "head.weight"])
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss = plain_loss(model, p, ids, labels, linear)
     loss.backward()
     return loss.detach(), {name: value.grad for name, value in p.items()}
 

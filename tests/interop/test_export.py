@@ -26,6 +26,7 @@ from tests.models import distance, tensors, tokens
 SVD = {"bottleneck_activation": "none"}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 UNUSUAL = {"norm_eps": 0.03, "rope_theta": 371.0}
+BLOCKS = {"linear": "sltrain", "sparse_support": "block_diagonal", "sparse_blocks": 4, "sparse_density": 0.25}
 CASES: dict[str, dict[str, Any]] = {
     "cola": {},
     "cola_gqa_4_2_tied": {"kv_heads": 2, "tie_embeddings": True},
@@ -41,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "svd_merged_tied": {**SVD, "kv_heads": 1, "tie_embeddings": True, "head_size": 8},
     "relora_merged": {"linear": "relora", "lora_alpha": 5.0, "lora_dropout": 0.1, "kv_heads": 2, **BIASES},
     "relora_merged_tied": {"linear": "relora", "rank": 7, "tie_embeddings": True, "head_size": 10, **UNUSUAL},
+    "sltrain_merged": {"linear": "sltrain", "kv_heads": 2, "lora_alpha": 9.0, "sparse_density": 0.1, **BIASES},
+    "sltrain_merged_blocks": {**BLOCKS, "tie_embeddings": True, "head_size": 8, **UNUSUAL},
     "dense": {"linear": "dense", "kv_heads": 2, **BIASES},
     "dense_tied_no_gate": {"linear": "dense", "tie_embeddings": True, "gate_activation": "none", **UNUSUAL},
 }
@@ -184,9 +187,12 @@ def test_refusals(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "lax", crossing="identity", bottleneck_activation="none")
     with pytest.raises(UserError, match=r"--merge: .*model\.crossing = identity adds another block's bottleneck"):
         export(tmp_path / "lax", tmp_path / "out", merge=True)
-    write_checkpoint(tmp_path / "relora", linear="relora")
-    with pytest.raises(UserError, match=r"--merge: a ReLoRA model is exported with its pairs merged; add --merge"):
-        export(tmp_path / "relora", tmp_path / "out")
+    for linear in ("relora", "sltrain"):
+        write_checkpoint(tmp_path / linear, linear=linear)
+        with pytest.raises(
+            UserError, match=rf"model\.linear: {linear} is exported as one matrix per linear; add --merge"
+        ):
+            export(tmp_path / linear, tmp_path / "out")
     write_checkpoint(tmp_path / "uneven", heads=6)
     with pytest.raises(UserError, match=r"model\.heads: cannot be exported.*expected a divisor of 32, got 6"):
         export(tmp_path / "uneven", tmp_path / "out")

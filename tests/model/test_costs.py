@@ -26,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "diagonal-crossing": {"crossing": "diagonal", "layers": 1},
     "dense-crossing": {"crossing": "dense", "rank": 5},
     "tensor-crossing": {"crossing": "tensor", "layers": 3},
+    "sltrain": {"linear": "sltrain", "kv_heads": 2, "sparse_density": 0.07},
+    "sltrain-blocks": {"linear": "sltrain", "sparse_support": "block_diagonal", "sparse_blocks": 4, "layers": 3},
     "dense": {"linear": "dense"},
     "relora": {"linear": "relora", "kv_heads": 2, "rank": 5, "layers": 3},
     "dense-gqa-tied": {"linear": "dense", "kv_heads": 1, "tie_embeddings": True, "layers": 3, "head_size": 10},
@@ -34,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def attention_flops(model: ModelSection) -> float:
     """The formula's attention term alone, per token: what is left of it without layers' linears and head."""
-    gemms = 2 * (model.layers * costs.block_linear_parameters(model) + model.vocab_size * model.hidden_size)
+    gemms = model.layers * costs.block_linear_flops_per_token(model) + 2 * model.vocab_size * model.hidden_size
     gemms += (model.layers - 1) * costs.gates_flops_per_token(model)
     return costs.forward_flops_per_token(model, SEQUENCE) - gemms
 
@@ -66,7 +68,7 @@ def test_gemms_are_those_of_the_formula(changes: dict[str, Any], layout: Any, gr
     """Forward to logits, and forward and backward of the loss (three times as many, but for frozen weights): equal to
     the last FLOP."""
     model = model_section(**changes)
-    layout = "btp" if model.crossing != "none" else layout  # crossings have no other
+    layout = "btp" if model.crossing != "none" or model.linear == "sltrain" else layout  # they have no other
     parallel = ParallelSection(group_linears=grouped, tensor_layout=layout)
     forward = TOKENS * (costs.forward_flops_per_token(model, SEQUENCE) - attention_flops(model))
     assert counted(model, parallel, train=False) == forward

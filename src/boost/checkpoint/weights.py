@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
+import torch
 import yaml
 from torch import Tensor, nn
 
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import Checkpoint
-from boost.config import TrainConfig
+from boost.config import ModelSection, TrainConfig
 from boost.errors import UserError
+from boost.model.low_rank import Linear
+from boost.model.sparse import Supports, check_support, values_name
 from boost.parallel.mesh import Group
 from boost.parallel.sharding import described
 
 PARAMETER = "parameter"
+SUPPORT = "support"  # the positions that the values of a sparse matrix have in it
 
 
 def parameter_slices(
@@ -38,6 +43,54 @@ def parameter_slices(
             offsets = part.offsets(parameter, tp)
             for kind, tensor in held.items():
                 yield Slice(part.name, kind, part.shape, offsets, part.view(tensor, tp))
+
+
+def support_slices(model: nn.Module, tp: Group, *, owned: bool = False) -> Iterator[Slice]:
+    """This rank's share of every sparse matrix's positions, beside its values and of the same name.
+
+    Args:
+        owned: as for `parameter_slices`.
+    """
+    for parameter, parts in described(model):
+        for part in parts:
+            if part.support is None or (owned and not part.mine(tp)):
+                continue
+            offsets, held = part.offsets(parameter, tp), part.view(parameter, tp)
+            positions = part.support.positions.narrow(0, offsets[0] - part.support.start, len(held))
+            yield Slice(part.name, SUPPORT, part.shape, offsets, positions)
+
+
+def check_supports(checkpoint: Checkpoint, model: nn.Module, tp: Group) -> None:
+    """Compares the model's supports with those that a checkpoint's values stand for.
+
+    Raises:
+        UserError: they differ, or one is missing.
+    """
+    held = list(support_slices(model, tp))
+    saved = [replace(piece, tensor=torch.empty_like(piece.tensor)) for piece in held]
+    checkpoint.load(saved)
+    for mine, theirs in zip(held, saved, strict=True):
+        if not torch.equal(mine.tensor, theirs.tensor):
+            raise UserError(str(checkpoint.path), f"{SUPPORT} {mine.name} is not that of the model")
+
+
+def saved_supports(checkpoint: Checkpoint, model: ModelSection) -> Supports:
+    """The supports that a checkpoint's values stand for, whoever drew them.
+
+    Raises:
+        UserError: when called: there is none for the linear, or it does not fit the model.
+    """
+
+    def read(linear: Linear) -> Tensor:
+        with torch.device("cpu"):  # models are built under other defaults
+            positions = checkpoint.tensor(values_name(linear), SUPPORT)
+        try:
+            check_support(model, linear, positions)
+        except ValueError as error:
+            raise UserError(str(checkpoint.path), f"{SUPPORT} {values_name(linear)} {error}") from None
+        return positions
+
+    return read
 
 
 def load_weights(
@@ -68,6 +121,7 @@ def load_weights(
             hint="use the checkpoint's own model section",
         )
     checkpoint.load(targets, cast=cast)
+    check_supports(checkpoint, model, tp)
 
 
 def saved_config(checkpoint: Checkpoint) -> TrainConfig:

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from boost.checkpoint.store import Checkpoint, open_checkpoint
-from boost.checkpoint.weights import load_weights, saved_config
+from boost.checkpoint.weights import load_weights, saved_config, saved_supports
 from boost.data.tokenizer import parse_tokenizer
 from boost.model.decoder import Decoder
 from boost.parallel.mesh import Group
@@ -37,8 +37,9 @@ def model_from(opened: Checkpoint, *, dtype: torch.dtype | None = None, device: 
     """As `load_model`, from an opened checkpoint."""
     stored = torch.float64 if opened.tensors["parameter", "norm.weight"].dtype == "F64" else torch.float32
     dtype = dtype or stored
+    section = saved_config(opened).model
     with torch.device(device):
-        model = Decoder(saved_config(opened).model, dtype=dtype, master_dtype=dtype)
+        model = Decoder(section, dtype=dtype, master_dtype=dtype, supports=saved_supports(opened, section))
     load_weights(opened, model, Group(), cast=True)
     return model.eval()
 

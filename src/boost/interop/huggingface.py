@@ -1,7 +1,8 @@
 """Export to a Hugging Face directory, which loads where `boost` is not installed.
 
 Dense models become transformers' own LLaMA. Low-rank ones come with a modelling file that puts pairs in place of its
-linears; without an activation between A and B the two can also be multiplied, which gives a LLaMA again.
+linears; without an activation between A and B the two can also be multiplied, which gives a LLaMA again. SLTrain's are
+always merged: A, B and the sparse part are one matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 from boost.checkpoint.reading import Checkpoint, open_checkpoint
 from boost.checkpoint.slices import DTYPES
-from boost.checkpoint.weights import PARAMETER, saved_config
+from boost.checkpoint.weights import PARAMETER, SUPPORT, saved_config
 from boost.config import ModelSection, TrainConfig
 from boost.data.tokenizer import special_ids
 from boost.errors import UserError
@@ -59,8 +60,6 @@ def export(
 
 
 def _check(model: ModelSection, merge: bool) -> None:
-    if model.linear not in ("dense", "low_rank", "relora"):
-        raise UserError("model.linear", f"{model.linear} cannot be exported yet")
     if model.hidden_size % model.heads:
         raise UserError(
             "model.heads",
@@ -70,8 +69,8 @@ def _check(model: ModelSection, merge: bool) -> None:
         )
     if merge and model.linear == "dense":
         raise UserError("--merge", "a dense model has no factors to multiply", hint="leave it out")
-    if model.linear == "relora" and not merge:
-        raise UserError("--merge", "a ReLoRA model is exported with its pairs merged", hint="add --merge")
+    if model.linear in ("sltrain", "relora") and not merge:
+        raise UserError("model.linear", f"{model.linear} is exported as one matrix per linear", hint="add --merge")
     if merge and model.linear == "low_rank" and model.bottleneck_activation != "none":
         raise UserError(
             "--merge",
@@ -138,12 +137,16 @@ def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
 def _tensors(opened: Checkpoint, model: ModelSection, merge: bool) -> Iterator[tuple[str, torch.Tensor]]:
     low_rank = model.linear == "low_rank"
     for name in shapes(model):
-        if merge and name.endswith(".down.weight"):
+        if merge and name.endswith((".down.weight", ".sparse.values")):
             continue
         tensor = opened.tensor(name)
         if merge and name.endswith(".up.weight"):
             prefix = name.removesuffix(".up.weight")
             product = tensor.double() @ opened.tensor(f"{prefix}.down.weight").double()
+            if model.linear == "sltrain":
+                product *= model.lora_alpha / (model.rank or 1)
+                positions = opened.tensor(f"{prefix}.sparse.values", SUPPORT).long()
+                product.view(-1)[positions] += opened.tensor(f"{prefix}.sparse.values").double()
             tensor, name = product.to(tensor.dtype), f"{prefix}.weight"
         yield foreign_name(name, low_rank=low_rank and not merge), tensor.contiguous()
 

@@ -8,6 +8,7 @@ Shapes: T tokens, i / o a shard's input and output width, R the ranks of a group
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,56 @@ def add_products(
         weight_or: every B_g [widths[g], r], one below the other.
     """
     return _AddProducts.apply(y_To, z_TR, weight_or, widths, scale, queue)
+
+
+class _SparseMatMul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int, int], queue: WeightGradQueue | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, values, index)
+        ctx.shape = shape
+        _keep(ctx, queue, values)
+        return torch.bmm(x.transpose(0, 1), _dense(values, index, shape, x.dtype).transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad_Gto: Tensor) -> Any:
+        x_TGi, values, index = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.bmm(grad_Gto, _dense(values, index, ctx.shape, grad_Gto.dtype)).transpose(0, 1)
+
+        def grad_values() -> list[Tensor]:
+            grad_Goi = torch.bmm(grad_Gto.transpose(1, 2), x_TGi.transpose(0, 1))
+            return [grad_Goi.view(-1)[index.long()].to(values.dtype)]
+
+        return grad_x, *_now_or_later(ctx, grad_values), None, None, None
+
+
+def _dense(values: Tensor, index: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    flat = torch.zeros(math.prod(shape), dtype=dtype, device=values.device)
+    flat[index.long()] = values.to(dtype)
+    return flat.view(shape)
+
+
+def sparse_matmul(
+    x_TGi: Tensor,
+    values: Tensor,
+    index: Tensor,
+    shape: tuple[int, int, int],
+    queue: WeightGradQueue | None = None,
+) -> Tensor:
+    """x S^T for G sparse matrices at once: [T, G, i] to [G, T, o].
+
+    S is made dense where it is used, once forward and once backward, and never saved: at the densities of SLTrain a
+    dense GEMM is faster than a sparse one.
+
+    Args:
+        values: the entries that are not zero, [n].
+        index: their distinct places in [G, o, i], row by row, int32 or int64 [n].
+        shape: (G, o, i).
+    """
+    return _SparseMatMul.apply(x_TGi, values, index, shape, queue)
 
 
 class _NormDown(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from boost.config import ModelSection
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.crossing import balanced
+from boost.model.sparse import blocks_of, entries
 
 
 def block_linear_parameters(model: ModelSection) -> int:
@@ -17,6 +18,7 @@ def block_linear_parameters(model: ModelSection) -> int:
     for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)):
         pair = model.rank is not None
         total += (linear.d_in + linear.d_out) * (model.rank or 0) if pair else linear.d_in * linear.d_out
+        total += entries(model, linear) if model.linear == "sltrain" else 0
     return total
 
 
@@ -25,6 +27,16 @@ def block_frozen_parameters(model: ModelSection) -> int:
     if model.linear != "relora":
         return 0
     return sum(linear.d_in * linear.d_out for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)))
+
+
+def block_linear_flops_per_token(model: ModelSection) -> float:
+    """Forward FLOPs per token of the seven linears of one block. Sparse matrices count as the dense GEMMs they run in,
+    of G blocks where the support is block-diagonal."""
+    flops = 2.0 * block_linear_parameters(model)
+    if model.linear == "sltrain":
+        for linear in (*attention_linears(model, 0), *mlp_linears(model, 0)):
+            flops += 2 * (linear.d_in * linear.d_out / blocks_of(model) - entries(model, linear))
+    return flops
 
 
 def gate_parameters(model: ModelSection) -> int:
@@ -52,7 +64,7 @@ def parameters(model: ModelSection) -> int:
 def block_flops_per_token(model: ModelSection, sequence_length: int) -> float:
     """Forward FLOPs per token of one block: its GEMMs, and causal attention (half of the full square)."""
     attention = 2 * 2 * (sequence_length + 1) / 2 * model.heads * model.head_size
-    return 2 * block_linear_parameters(model) + attention
+    return block_linear_flops_per_token(model) + attention
 
 
 def head_flops_per_token(model: ModelSection) -> float:

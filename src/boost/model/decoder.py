@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from boost.kernels.norm import rms_norm
 from boost.model.blocks.bottleneck import BottleneckBlock, block_stages
 from boost.model.blocks.dense import DenseBlock
 from boost.model.blocks.relora import ReloraBlock
+from boost.model.blocks.sltrain import SLTrainBlock
 from boost.model.blocks.vanilla import VanillaBlock
 from boost.model.context import Context, KeyValueCache, Recompute
 from boost.model.crossing import pack, unpack
@@ -27,6 +29,7 @@ from boost.model.embedding import HiddenShardedEmbedding, VocabShardedTable
 from boost.model.loss import chunk_tokens, head_loss
 from boost.model.norm import Gain
 from boost.model.rope import rope_tables
+from boost.model.sparse import Supports, drawn
 from boost.parallel.collectives import gather_last, sum_backward
 from boost.parallel.interleave import interleave
 from boost.parallel.mesh import Group
@@ -48,9 +51,10 @@ class Decoder(nn.Module):
         recompute: "block" repeats whole blocks in backward, "latent" what lies between bottlenecks.
         queue: takes weight gradients that wait for an all-reduce to hide behind; flush it after every backward.
         compile: compile what lies between collectives. Not with a queue, nor with dropout.
-        seed: of dropout masks.
+        seed: of dropout masks, and of sparse supports that are not given.
         layers: those that are held, one run of them; default all. The embedding is held with the first layer, the
             final norm and the head with the last.
+        supports: of SLTrain's sparse matrices, for example those of a checkpoint.
 
     Parameters are empty until `boost.parallel.sharding.initialize` or a checkpoint fills them.
     """
@@ -68,6 +72,7 @@ class Decoder(nn.Module):
         compile: bool = False,
         seed: int = 0,
         layers: range | None = None,
+        supports: Supports | None = None,
     ) -> None:
         super().__init__()
         parallel, tp = parallel or ParallelSection(), tp or Group()
@@ -75,12 +80,15 @@ class Decoder(nn.Module):
         self.model, self.tp, self.dtype, self.seed = model, tp, dtype, seed
         self.recompute, self.queue = recompute, queue
         self.split_batch = parallel.overlap == "split_batch" and tp.size > 1
-        self.hidden_sharded = model.linear == "low_rank" and parallel.tensor_layout == "btp"
+        self.hidden_sharded = model.linear in ("low_rank", "sltrain") and parallel.tensor_layout == "btp"
         self.crossing = model.crossing != "none"
         assert not self.crossing or (self.hidden_sharded and not self.split_batch), "refused by the configuration"
         low_rank = BottleneckBlock if self.hidden_sharded else VanillaBlock
         kinds: dict[str, Any] = {"dense": DenseBlock, "relora": ReloraBlock}
         kind = kinds.get(model.linear, low_rank)
+        if model.linear == "sltrain":
+            assert self.hidden_sharded and not self.split_batch, "refused by the configuration"
+            kind = partial(SLTrainBlock, supports=supports or drawn(model, seed))
 
         self.stream = make_stream(parallel.sequence_parallel, tp)
         layers = range(model.layers) if layers is None else layers
@@ -94,7 +102,7 @@ class Decoder(nn.Module):
             self.embedding = VocabShardedTable("embedding.weight", *table, stream)
         self.blocks = nn.ModuleList(kind(model, parallel, layer, tp, master) for layer in layers)
         for block in self.blocks if compile else ():
-            for name in kind.LOCAL:
+            for name in cast(Sequence[str], block.LOCAL):
                 setattr(block, name, compiled(getattr(block, name)))
         if self.last:
             self.norm = Gain("norm.weight", model.hidden_size, master)
@@ -168,7 +176,7 @@ class Decoder(nn.Module):
         else:
             run = recompute_block if self.recompute == "block" else call
             for block in self.blocks:
-                if self.hidden_sharded:
+                if isinstance(block, BottleneckBlock):
                     x_Td, taken_up = run(block, x_Td, context, taken_up)
                 else:
                     x_Td = run(block, x_Td, context)

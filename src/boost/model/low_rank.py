@@ -41,15 +41,17 @@ class Linear:
     bias: bool = False
 
 
-FactorInit = Literal["cola", "xavier"]
+FactorInit = Literal["cola", "xavier", "lora"]
 
 
 def factor_inits(linear: Linear, rank: int, init: FactorInit) -> tuple[Init, Init]:
     """How A and B start, from the global widths.
 
     `cola`: normal, of one standard deviation such that A B has 1/sqrt(d_in + d_out). `xavier`: normal, a factor of
-    width d with sqrt(2 / (d + r)), as in the published LORO runs.
+    width d with sqrt(2 / (d + r)), as in the published LORO runs. `lora`: A uniform in +-1/sqrt(d_in), B zero.
     """
+    if init == "lora":
+        return Init("uniform", linear.d_in**-0.5), Init("zeros")
     if init == "xavier":
         a, b = (Init("normal", (2 / (width + rank)) ** 0.5) for width in (linear.d_in, linear.d_out))
         return a, b

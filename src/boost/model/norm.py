@@ -1,10 +1,12 @@
-"""The gains of RMSNorms, whole or sharded over tp."""
+"""The gains of RMSNorms, whole or sharded over tp, and the norm of shards that sums its statistic by itself."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from boost.kernels.norm import statistic_dtype
+from boost.parallel.collectives import sum_both
 from boost.parallel.mesh import Group
 from boost.parallel.sharding import Init, Part, Sharded, exact_share
 
@@ -20,3 +22,11 @@ class Gain(Sharded):
 
     def parts(self) -> dict[str, tuple[Part, ...]]:
         return {"weight": (Part(self.name, (self.width,), Init("ones"), split=0 if self.sharded else None),)}
+
+
+def sync_norm(x_Td: Tensor, gain_d: Tensor, width: int, eps: float, tp: Group) -> Tensor:
+    """RMSNorm of this rank's shard: the statistic is summed first, forward and backward, by a collective of its own."""
+    wide = x_Td.to(statistic_dtype(x_Td.dtype))
+    squares_T = sum_both(wide.square().sum(-1), tp)
+    inverse_T = torch.rsqrt(squares_T / width + eps)
+    return (wide * inverse_T.unsqueeze(-1)).to(x_Td.dtype) * gain_d.to(x_Td.dtype)

@@ -150,10 +150,11 @@ def _gather_last(x: Tensor, group: Group) -> Tensor:
     return all_gather(x, group).movedim(0, -2).flatten(-2)
 
 
-def _reduce_scatter_last(x: Tensor, group: Group) -> Tensor:
+def _reduce_scatter_last(x: Tensor, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
     pieces = x.detach().unflatten(-1, (group.size, -1)).movedim(-2, 0).contiguous()
     piece = pieces.new_empty(pieces.shape[1:])
-    _reduce_scatter(piece.view(-1), pieces.view(-1), group=group.process_group)
+    work = _reduce_scatter(piece.view(-1), pieces.view(-1), group=group.process_group, async_op=True)
+    finish_behind(work, queue)
     return piece
 
 
@@ -195,13 +196,13 @@ class _SumBoth(torch.autograd.Function):
 
 class _GatherLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, queue: WeightGradQueue | None) -> Tensor:
+        ctx.group, ctx.queue = group, queue
         return _gather_last(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_last(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter_last(grad, ctx.group, ctx.queue), None, None
 
 
 class _ScatterLast(torch.autograd.Function):
@@ -277,9 +278,12 @@ def sum_both(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _SumBoth.apply(x, group)
 
 
-def gather_last(x: Tensor, group: Group) -> Tensor:
-    """[..., n] shards to [..., n * size] on every rank; backward sums the gradients and scatters them."""
-    return x if group.size == 1 else _GatherLast.apply(x, group)
+def gather_last(x: Tensor, group: Group, queue: WeightGradQueue | None = None) -> Tensor:
+    """[..., n] shards to [..., n * size] on every rank; backward sums the gradients and scatters them.
+
+    Weight gradients in the queue are computed while that sum is under way.
+    """
+    return x if group.size == 1 else _GatherLast.apply(x, group, queue)
 
 
 def scatter_last(x: Tensor, group: Group) -> Tensor:
@@ -330,10 +334,14 @@ def pack_statistic(norm_T: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """
     if dtype != torch.bfloat16:
         return norm_T.square().unsqueeze(-1).to(dtype)
-    slots = norm_T.new_zeros(norm_T.shape[0], 2 * group.size, dtype=dtype)
-    high = norm_T.to(dtype)
+    return _own_slots(norm_T, group, dtype)
+
+
+def _own_slots(value_T: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    slots = value_T.new_zeros(value_T.shape[0], 2 * group.size, dtype=dtype)
+    high = value_T.to(dtype)
     slots[:, 2 * group.rank] = high
-    slots[:, 2 * group.rank + 1] = (norm_T - high.to(norm_T.dtype)).to(dtype)
+    slots[:, 2 * group.rank + 1] = (value_T - high.to(value_T.dtype)).to(dtype)
     return slots
 
 
@@ -385,6 +393,35 @@ def online_bridge(partial_TR: Tensor, norm_T: Tensor, group: Group) -> tuple[Ten
     if group.size == 1:
         return partial_TR, norm_T.square()
     return _OnlineBridge.apply(partial_TR, norm_T, group)
+
+
+class _SpreadOnline(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h_TR: Tensor, inverse_T: Tensor, group: Group, queue: WeightGradQueue | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.group, ctx.queue = group, queue
+        return h_TR.view_as(h_TR), inverse_T.view_as(inverse_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TR: Tensor, grad_T: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        narrow = grad_TR.dtype == torch.bfloat16
+        slots = _own_slots(grad_T, ctx.group, grad_TR.dtype) if narrow else grad_T.unsqueeze(-1).to(grad_TR.dtype)
+        payload = torch.cat([grad_TR.reshape(-1), slots.view(-1)])
+        finish_behind(start_all_reduce(payload, ctx.group), ctx.queue)
+        split = grad_TR.numel()
+        total_T = payload[split:].view_as(slots).to(grad_T.dtype).sum(-1)
+        return payload[:split].view_as(grad_TR), total_T, None, None
+
+
+def spread_online(
+    h_TR: Tensor, inverse_T: Tensor, group: Group, queue: WeightGradQueue | None = None
+) -> tuple[Tensor, Tensor]:
+    """`sum_backward` of a latent and of the 1/rms [T] that each rank's own shard needs too, in one all-reduce.
+
+    As the statistic in `online_bridge`, the gradient of 1/rms is exact to 2^-17 in bf16.
+    """
+    return (h_TR, inverse_T) if group.size == 1 else _SpreadOnline.apply(h_TR, inverse_T, group, queue)
 
 
 # --- Counting ---

@@ -29,6 +29,19 @@ class Init:
     scale: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class Support:
+    """Which entries of a sparse matrix the values on one tp rank are.
+
+    Attributes:
+        positions: theirs in the whole matrix, row by row: ascending, int32 or int64 [n], on the host.
+        start: how many entries the ranks before hold.
+    """
+
+    positions: Tensor
+    start: int
+
+
 @dataclass(frozen=True)
 class Part:
     """One canonical tensor inside a parameter held in memory.
@@ -43,6 +56,7 @@ class Part:
         owned: False where another pipeline stage holds the same tensor too, and counts and saves it.
         partial: every tp rank holds all of it, with a gradient that is its share of a sum over them; see
             `partial_parameters`. Said of the whole parameter.
+        support: where the tensor is the values of a sparse matrix: what they stand for. Shares may then be uneven.
     """
 
     name: str
@@ -53,11 +67,12 @@ class Part:
     transposed: bool = False
     owned: bool = True
     partial: bool = False
+    support: Support | None = None
 
     @property
     def decayed(self) -> bool:
-        """Matrices are decayed; norm gains and biases are not, unless asked for."""
-        return len(self.shape) > 1
+        """Matrices are decayed, sparse ones too; norm gains and biases are not, unless asked for."""
+        return len(self.shape) > 1 or self.support is not None
 
     def mine(self, tp: Group) -> bool:
         """Whether this rank is the one that counts and saves its share; what several ranks hold, one of them owns."""
@@ -80,15 +95,16 @@ class Part:
         assert isinstance(rows, slice), "a part is a range of rows, so that rows can be shared out"
         begin, end, _ = rows.indices(len(parameter))
         # The rows of the region that are held here.
-        low = min(max(begin, first), first + len(held))
-        high = max(min(end, first + len(held)), low)
+        low, high = (min(max(row, begin), end) for row in (first, first + len(held)))
         share = held[(slice(low - first, high - first), *columns)]
         if self.transposed:
             share = share.t()
         rows_dim = len(self.shape) - 1 if self.transposed else 0
         # A rank whose rows end before the region has none of it, at its beginning.
         offsets = [max(low - begin, 0) if dim == rows_dim else 0 for dim in range(len(self.shape))]
-        if self.split is not None:
+        if self.support is not None:
+            offsets[0] += self.support.start
+        elif self.split is not None:
             offsets[self.split] += tp.rank * (end - begin if self.split == rows_dim else share.shape[self.split])
         for dim, size in enumerate(self.shape):
             # Padding lies past the canonical tensor's end.
@@ -161,14 +177,19 @@ def draw(part: Part, seed: int | str, dtype: torch.dtype) -> Tensor:
         return torch.ones(part.shape, dtype=dtype)
     if part.init.kind == "zeros":
         return torch.zeros(part.shape, dtype=dtype)
-    digest = hashlib.sha256(f"{seed}:{part.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = generator_of(part.name, seed)
     value = torch.empty(part.shape, dtype=torch.float32)
     if part.init.kind == "normal":
         value.normal_(0.0, part.init.scale, generator=generator)
     else:
         value.uniform_(-part.init.scale, part.init.scale, generator=generator)
     return value.to(dtype)
+
+
+def generator_of(name: str, seed: int | str) -> torch.Generator:
+    """What draws the tensor of that name, on the CPU."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @torch.no_grad()

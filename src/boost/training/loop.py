@@ -13,7 +13,7 @@ from torch import nn
 
 from boost.checkpoint.saver import Saver
 from boost.checkpoint.store import Checkpoint, latest, open_checkpoint
-from boost.checkpoint.weights import load_weights, saved_config
+from boost.checkpoint.weights import load_weights, saved_config, saved_supports
 from boost.config import TrainConfig
 from boost.config_rules import ZERO_BUBBLE
 from boost.data.dataset import Dataset, open_dataset
@@ -59,9 +59,10 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     main, stop = mesh.world.rank == 0, stop or StopRequest()
     dataset = open_dataset(config)
     batches = Batches(dataset.train, config, mesh.dp)
-    model = build_model(config, mesh)
+    resumed, source = starting_point(config, mesh, run, dataset)
+    model = build_model(config, mesh, source)
     optimizer = build_optimizer(model, config, mesh)
-    start = restore(config, mesh, run, dataset, model, optimizer)
+    start = restore(source, config, mesh, model, optimizer, resumed=resumed) if source else 0
     restart_every = config.optimizer.restart_every
     tokens_per_step = config.train.global_batch_size * config.train.sequence_length
     flops_per_token = costs.training_flops_per_token(config.model, config.train.sequence_length)
@@ -177,8 +178,13 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
 
 
-def build_model(config: TrainConfig, mesh: Mesh) -> Decoder | PipelinedDecoder:
-    """This rank's share of the model, initialised from the seed alone."""
+def build_model(config: TrainConfig, mesh: Mesh, source: Checkpoint | None = None) -> Decoder | PipelinedDecoder:
+    """This rank's share of the model, initialised from the seed alone.
+
+    Args:
+        source: what it will be filled from, and what has the supports of its sparse matrices.
+    """
+    supports = saved_supports(source, config.model) if source is not None else None
     parallel, dtype = config.parallel, DTYPES[config.train.precision]
     queue: WeightGradQueue | None = None
     if mesh.pp.size > 1 and parallel.pipeline_schedule in ZERO_BUBBLE:
@@ -199,6 +205,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Decoder | PipelinedDecoder:
             compile=config.train.compile,
             queue=queue,
             layers=layers,
+            supports=supports,
         )
 
     with torch.device("meta") if sharded else mesh.device:
@@ -211,15 +218,10 @@ def build_model(config: TrainConfig, mesh: Mesh) -> Decoder | PipelinedDecoder:
     return model
 
 
-def restore(
-    config: TrainConfig,
-    mesh: Mesh,
-    run: RunDirectory,
-    dataset: Dataset,
-    model: Decoder | PipelinedDecoder,
-    optimizer: torch.optim.Optimizer,
-) -> int:
-    """Loads what the run starts from, and returns how many steps that has taken."""
+def starting_point(
+    config: TrainConfig, mesh: Mesh, run: RunDirectory, dataset: Dataset
+) -> tuple[bool, Checkpoint | None]:
+    """The checkpoint that the run starts from, if any, and whether it goes on from there."""
     newest = latest(run.checkpoints)
     if not same_on_all_ranks(-1 if newest is None else int(newest.name.removeprefix("step-")), mesh.world):
         raise EnvironmentFailure(
@@ -232,19 +234,32 @@ def restore(
     if newest is not None:
         checkpoint = _open(newest, config, mesh)
         check_resumable(checkpoint, config, dataset.fingerprint)
-        step = load_state(checkpoint, model, optimizer, mesh.tp)
+        return True, checkpoint
+    return False, None if config.run.init_from is None else _open(config.run.init_from, config, mesh)
+
+
+def restore(
+    source: Checkpoint,
+    config: TrainConfig,
+    mesh: Mesh,
+    model: Decoder | PipelinedDecoder,
+    optimizer: torch.optim.Optimizer,
+    *,
+    resumed: bool,
+) -> int:
+    """Loads a checkpoint, or its weights alone, and returns how many steps the run has then taken."""
+    if resumed:
+        step = load_state(source, model, optimizer, mesh.tp)
         if config.optimizer.restart_every is not None:
             count_since_restart(model, optimizer, step, config.optimizer.restart_every)
-        logger.info("resuming from %s", newest)
+        logger.info("resuming from %s", source.path)
         return step
-    if config.run.init_from is not None:
-        checkpoint = _open(config.run.init_from, config, mesh)
-        with torch.device("meta"):
-            whole = Decoder(config.model)
-        # A full-rank warm start has no factors yet: they stay as they were drawn.
-        fresh = factor_names(whole) if saved_config(checkpoint).model.linear == "dense" else frozenset()
-        load_weights(checkpoint, model, mesh.tp, cast=True, whole=whole, fresh=fresh)
-        logger.info("starting from the weights of %s", checkpoint.path)
+    with torch.device("meta"):
+        whole = Decoder(config.model)
+    # A full-rank warm start has no factors yet: they stay as they were drawn.
+    fresh = factor_names(whole) if saved_config(source).model.linear == "dense" else frozenset()
+    load_weights(source, model, mesh.tp, cast=True, whole=whole, fresh=fresh)
+    logger.info("starting from the weights of %s", source.path)
     return 0
 
 

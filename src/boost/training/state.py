@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from boost.checkpoint.saver import Saver
-from boost.checkpoint.store import Checkpoint
-from boost.checkpoint.weights import parameter_slices, saved_config
+from boost.checkpoint.store import Checkpoint, Slice
+from boost.checkpoint.weights import check_supports, parameter_slices, saved_config, support_slices
 from boost.config import TrainConfig
 from boost.errors import UserError
 from boost.parallel.mesh import Group, Mesh
@@ -48,7 +49,10 @@ def save_state(
 ) -> None:
     """Writes `root/step-{step}` from all ranks, or begins to."""
     # Data-parallel replicas are equal: the first writes.
-    slices = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True) if mesh.replicas.rank == 0 else ()
+    slices: Iterable[Slice] = ()
+    if mesh.replicas.rank == 0:
+        tensors = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True)
+        slices = chain(tensors, support_slices(model, mesh.tp, owned=True))
     # LORO counts from its last exact step.
     optimizer_steps = int(next(iter(optimizer.state.values()))["step"])
     state = {"step": step, "optimizer_steps": optimizer_steps, "data_fingerprint": fingerprint}
@@ -58,6 +62,7 @@ def save_state(
 
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, tp: Group) -> int:
     """Fills parameters and optimiser state, and returns the number of steps taken."""
+    check_supports(checkpoint, model, tp)
     checkpoint.load(parameter_slices(model, tp, _moments(optimizer)))
     for state in optimizer.state.values():
         state["step"].fill_(checkpoint.state["optimizer_steps"])

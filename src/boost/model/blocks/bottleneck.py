@@ -20,17 +20,15 @@ from torch import Tensor, nn
 
 from boost.config import ModelSection, ParallelSection
 from boost.kernels.activation import ACTIVATIONS, gated
-from boost.kernels.norm import statistic_dtype
 from boost.kernels.projections import identity, norm_down
 from boost.model.attention import attention
 from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.crossing import Crossing
 from boost.model.low_rank import Linear, Pairs
-from boost.model.norm import Gain
+from boost.model.norm import Gain, sync_norm
 from boost.parallel.bridge import Latent, Partial, local_latent
 from boost.parallel.bridges import make_bridge
-from boost.parallel.collectives import sum_both
 from boost.parallel.interleave import Stage
 from boost.parallel.mesh import Group
 from boost.parallel.recompute import call, recompute_chunk, recomputed
@@ -209,10 +207,7 @@ class BottleneckBlock(nn.Module):
 
     def sync_norm_and_down(self, x_Td: Tensor, gain: Gain, pairs: Pairs, context: Context) -> list[Partial]:
         """The same with the statistic summed first, in a collective of its own."""
-        wide = x_Td.to(statistic_dtype(x_Td.dtype))
-        squares_T = sum_both(wide.square().sum(-1), self.tp)
-        inverse = torch.rsqrt(squares_T / self.model.hidden_size + self.model.norm_eps)
-        normalised = (wide * inverse.unsqueeze(-1)).to(x_Td.dtype) * gain.weight.to(x_Td.dtype)
+        normalised = sync_norm(x_Td, gain.weight, self.model.hidden_size, self.model.norm_eps, self.tp)
         return [Partial(down(normalised, context.queue)) for down in pairs.downs]
 
     def up(self, pairs: Pairs, latents: Sequence[Latent], context: Context) -> list[Tensor]:
