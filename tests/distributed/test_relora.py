@@ -69,6 +69,17 @@ def product() -> list[Case]:
     return cases
 
 
+def covering() -> list[Case]:
+    """Every pair of options, but on pipelines only two ZeRO stages and the schedules that differ most."""
+    return pairwise(
+        [
+            case
+            for case in product()
+            if case["layout"][0] == 1 or (case["schedule"] in ("1f1b", "zero_bubble", "zbv") and case["zero"] in (0, 2))
+        ]
+    )
+
+
 def config(case: Case) -> TrainConfig:
     """Sizes that neither tp nor ZeRO divides; with `odd` GQA, tied tables and biases on q, k, v, o."""
     pp, dp, tp = case["layout"]
@@ -337,8 +348,8 @@ def test_one_process_trains_as_plain_torch_does(case: Case) -> None:
 def test_every_layout_trains_as_plain_torch_does() -> None:
     """Norms and losses of four steps with a merge after the third, gradients of the first and of the one after the
     merge, and the weights at the end."""
-    chosen = product() if os.environ.get("BOOST_FULL_PARITY") else pairwise(product())
-    assert len(chosen) >= 15
+    chosen = product() if os.environ.get("BOOST_FULL_PARITY") else covering()
+    assert len(chosen) >= 12
     for result in run_ranks(4, compare, chosen, references(chosen)):
         for case, errors in result:
             assert errors == [], (case, errors)
