@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from boost.config import ConfigError, TrainConfig
+from boost.config import TrainConfig
 from boost.model import costs
 from boost.model.decoder import Decoder
 
@@ -118,9 +118,7 @@ def main() -> None:
         parser.error("--steps: at least 40, of which LORO's and ReLoRA's periods are parts")
     began = time.monotonic()
     base = [f"data.path={prepared(arguments.work)}", *arguments.overrides]
-    methods, missing = available(arguments.methods, arguments.steps, base)
-    if not methods:
-        sys.exit("error: compare_methods.py: " + "; ".join(missing.values()))
+    methods: list[str] = arguments.methods
     folder = arguments.work / f"{arguments.steps}-steps"
 
     def run(name: str, lr: float, seed: int) -> Run:
@@ -142,7 +140,6 @@ def main() -> None:
         "steps": arguments.steps,
         "tokens": arguments.steps * rows[0]["tokens_per_step"],
         "methods": [summarised(name, [row for row in rows if row["method"] == name], sweep, base) for name in methods],
-        "missing": missing,
         "runs": [*sweep, *rows[len(methods) :]],
     }
     text = table(summary)
@@ -169,17 +166,6 @@ def prepared(work: Path) -> Path:
     ]
     boost(command)
     return out
-
-
-def available(names: Sequence[str], steps: int, base: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The methods that this version has, and why not the others."""
-    missing = {}
-    for name in names:
-        try:
-            configuration(name, METHODS[name].settings(steps), base)
-        except ConfigError as error:
-            missing[name] = str(error)
-    return [name for name in names if name not in missing], missing
 
 
 def configuration(name: str, settings: Settings, base: Sequence[str]) -> TrainConfig:
@@ -307,7 +293,6 @@ def table(summary: dict[str, Any]) -> str:
     for row in summary["methods"]:
         swept = ", ".join(f"{lr}: {value:.4f}" for lr, value in row["sweep"].items())
         lines.append(f"| {row['method']} | {swept} |")
-    lines += [f"\nNot run: {name} ({reason})." for name, reason in summary["missing"].items()]
     return "\n".join(lines)
 
 

@@ -7,11 +7,13 @@ import pytest
 from boost.config import TrainConfig, preset_names
 
 SIZES = ("60m", "130m", "350m", "1b", "7b")
-METHODS = ("dense", "svd", "cola", "lax", "loro")
+METHODS = ("dense", "svd", "cola", "lax", "loro", "sltrain", "relora")
 PAPER = [f"paper/{method}-{size}" for method in METHODS for size in SIZES]
 SHORT = [f"cola-{size}" for size in SIZES]
 OTHERS = ["quickstart", "bench-1024", "boost-3b", "boost-13b", "boost-30b"]
 STEPS = dict(zip(SIZES, (10_000, 20_000, 60_000, 100_000, 150_000), strict=True))
+STEPS_OF_SLTRAIN = dict(zip(SIZES, (11_000, 22_000, 65_000, 140_000, 150_000), strict=True))
+WARM_START = dict(zip(SIZES, (2_500, 5_000, 15_000, 25_000, 40_000), strict=True))
 
 
 def paper(method: str, size: str) -> TrainConfig:
@@ -43,7 +45,10 @@ def test_recipes_share_what_the_lineage_shares(name: str) -> None:
     model, dense = config.model, paper("dense", size).model
     assert config.data.path == "elsewhere"
     assert config.train.global_batch_size * config.train.sequence_length == 131_072
-    assert config.train.steps == STEPS[size]
+    if model.linear == "relora":
+        assert config.train.steps + WARM_START[size] == STEPS[size]
+    else:
+        assert config.train.steps == (STEPS_OF_SLTRAIN if model.linear == "sltrain" else STEPS)[size]
     assert config.schedule.min_lr_ratio == 0.1
     assert (model.vocab_size, model.tie_embeddings, model.norm_eps) == (32_000, False, 1e-6)
     for field in ("hidden_size", "ffn_size", "layers", "heads", "kv_heads", "head_size"):
@@ -53,7 +58,7 @@ def test_recipes_share_what_the_lineage_shares(name: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_architectures_of_the_recipes(size: str) -> None:
     """CoLA's gate has no activation from 350M on; LaX is CoLA with crossings; SVD and LORO have bare products."""
-    dense, svd, cola, lax, loro = (paper(method, size).model for method in METHODS)
+    dense, svd, cola, lax, loro = (paper(method, size).model for method in METHODS[:5])
     rank = {"60m": 128, "130m": 256, "350m": 256, "1b": 512, "7b": 1024}[size]
     assert (dense.linear, dense.rank, dense.gate_activation) == ("dense", None, "silu")
     assert {model.rank for model in (svd, cola, lax, loro)} == {rank}
@@ -97,6 +102,39 @@ def test_loro_has_its_published_recipe(size: str, lr: float, warmup: int, every:
     assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.eps) == ("loro", lr, (0.9, 0.999), 1e-6)
     assert (optimizer.weight_decay, optimizer.clip, optimizer.exact_every) == (0.0, None, every)
     assert (schedule.name, schedule.warmup_steps) == ("jagged_cosine", warmup)
+
+
+@pytest.mark.parametrize(
+    ("size", "warmup", "alpha", "density"),
+    [
+        ("60m", 1_100, 32, 0.03),
+        ("130m", 2_200, 16, 0.03),
+        ("350m", 6_500, 16, 0.03),
+        ("1b", 10_000, 8, 0.03),
+        ("7b", 15_000, 8, 0.05),
+    ],
+)
+def test_sltrain_has_its_published_recipe(size: str, warmup: int, alpha: float, density: float) -> None:
+    config = paper("sltrain", size)
+    model, optimizer = config.model, config.optimizer
+    assert (model.linear, model.rank, model.gate_activation) == ("sltrain", paper("cola", size).model.rank, "silu")
+    assert (model.lora_alpha, model.sparse_density, model.sparse_support) == (alpha, density, "uniform")
+    assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.eps) == ("adamw", 3e-3, (0.9, 0.999), 1e-8)
+    assert (optimizer.weight_decay, optimizer.clip) == (0.0, 1.0 if size == "7b" else None)
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("cosine", warmup)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_relora_has_what_its_authors_ran_at_250m(size: str) -> None:
+    """And at least three cycles after its warm start, which is another run."""
+    config = paper("relora", size)
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    assert (model.linear, model.rank, model.lora_alpha, model.lora_dropout) == ("relora", 128, 32.0, 0.1)
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.clip) == (1e-3, 0.0, 1.0)
+    assert (schedule.name, schedule.warmup_steps, schedule.restart_warmup_steps) == ("jagged_cosine", 500, 100)
+    assert optimizer.restart_every is not None
+    assert config.train.steps >= 3 * optimizer.restart_every
+    assert config.run.init_from == f"runs/paper/relora-{size}-start"
 
 
 @pytest.mark.parametrize(("size", "tp"), [("3b", 2), ("13b", 4), ("30b", 4)])
