@@ -94,14 +94,13 @@ class Part:
         rows, *columns = self.index or (slice(None),)
         assert isinstance(rows, slice), "a part is a range of rows, so that rows can be shared out"
         begin, end, _ = rows.indices(len(parameter))
-        # The rows of the region that are held here.
+        # The rows of the region that are held here; where there are none, its beginning or its end.
         low, high = (min(max(row, begin), end) for row in (first, first + len(held)))
         share = held[(slice(low - first, high - first), *columns)]
         if self.transposed:
             share = share.t()
         rows_dim = len(self.shape) - 1 if self.transposed else 0
-        # A rank whose rows end before the region has none of it, at its beginning.
-        offsets = [max(low - begin, 0) if dim == rows_dim else 0 for dim in range(len(self.shape))]
+        offsets = [low - begin if dim == rows_dim else 0 for dim in range(len(self.shape))]
         if self.support is not None:
             offsets[0] += self.support.start
         elif self.split is not None:
