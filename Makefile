@@ -21,7 +21,7 @@ test: $(VENV)/.tests
 # The full product of layouts and options, where `make test` runs a covering set; and many more kills.
 parity: $(VENV)/.tests
 	BOOST_FULL_PARITY=1 $(BIN)/python -m pytest $(addprefix tests/distributed/test_, \
-		layout_parity.py zero.py pipeline.py compile.py) tests/test_elasticity.py
+		layout_parity.py zero.py pipeline.py compile.py sltrain.py relora.py) tests/test_elasticity.py
 
 check: lint
 	$(BIN)/python -m pytest tests --ignore=tests/distributed -m "not slow" -x
