@@ -60,6 +60,21 @@ class Violation:
     hint: str = ""
 
 
+def near_multiples(of: int, number: int) -> str:
+    """The multiples of `of` just below and just above a number that is not one."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def near_divisors(of: int, number: int) -> str:
+    """The divisors of `of` just below and just above a number that is not one."""
+    small = [divisor for divisor in range(1, math.isqrt(of) + 1) if of % divisor == 0]
+    divisors = {*small, *(of // divisor for divisor in small)}
+    below = max(divisor for divisor in divisors if divisor <= number)
+    above = [divisor for divisor in divisors if divisor > number]
+    return f"{below} or {min(above)}" if above else str(below)
+
+
 class RulesBroken(ValueError):
     """Raised inside the schema's validator, to carry all violations through pydantic at once."""
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from boost.config_loader import Violation
-from boost.config_rules_sltrain import sltrain_rules
+from boost.config_loader import Violation, near_divisors, near_multiples
+from boost.config_rules_methods import crossing_rules, factor_rules, loro_rules, relora_rules, sltrain_rules
 
 if TYPE_CHECKING:
     from boost.config import TrainConfig
@@ -20,9 +20,11 @@ def violations_of(config: TrainConfig) -> list[Violation]:
         *_tensor_parallel_rules(config),
         *_baseline_rules(config),
         *_bridge_rules(config),
-        *_crossing_rules(config),
-        *_relora_rules(config),
+        *crossing_rules(config),
+        *relora_rules(config),
         *sltrain_rules(config),
+        *loro_rules(config),
+        *factor_rules(config),
         *_zero_rules(config),
         *_training_rules(config),
         *_pipeline_rules(config),
@@ -38,7 +40,7 @@ def _model_rules(config: TrainConfig) -> Iterator[Violation]:
             "query heads cannot be shared out evenly",
             expected=f"a divisor of model.heads = {model.heads}",
             got=model.kv_heads,
-            hint=f"nearest: {_near_divisors(model.heads, model.kv_heads)}",
+            hint=f"nearest: {near_divisors(model.heads, model.kv_heads)}",
         )
     if "head_size" in model.model_fields_set:
         if model.head_size % 2:
@@ -47,7 +49,7 @@ def _model_rules(config: TrainConfig) -> Iterator[Violation]:
                 "RoPE rotates pairs",
                 expected="an even number",
                 got=model.head_size,
-                hint=f"nearest: {_near_multiples(2, model.head_size)}",
+                hint=f"nearest: {near_multiples(2, model.head_size)}",
             )
     elif model.hidden_size % (2 * model.heads):
         yield Violation(
@@ -55,7 +57,7 @@ def _model_rules(config: TrainConfig) -> Iterator[Violation]:
             "does not give heads of an even size, as RoPE needs them",
             expected=f"a multiple of 2 x model.heads = {2 * model.heads}",
             got=model.hidden_size,
-            hint=f"nearest: {_near_multiples(2 * model.heads, model.hidden_size)}; or set model.head_size",
+            hint=f"nearest: {near_multiples(2 * model.heads, model.hidden_size)}; or set model.head_size",
         )
     if model.linear == "dense" and model.rank is not None:
         yield Violation(("model.rank", "model.linear"), "a dense model has no rank", expected="null", got=model.rank)
@@ -100,7 +102,7 @@ def _tensor_parallel_rules(config: TrainConfig) -> Iterator[Violation]:
                 f"the {config.layout} layout splits {field} = {size} over tp ranks",
                 expected=f"a divisor of {size}",
                 got=tp,
-                hint=f"nearest that suits: {_near_divisors(math.gcd(*whole.values()), tp)}",
+                hint=f"nearest that suits: {near_divisors(math.gcd(*whole.values()), tp)}",
             )
 
 
@@ -158,99 +160,6 @@ def _bridge_rules(config: TrainConfig) -> Iterator[Violation]:
         )
 
 
-def _crossing_rules(config: TrainConfig) -> Iterator[Violation]:
-    """Crossings are exact wherever bottlenecks are whole on every rank and all of a block's neighbours are at hand."""
-    model, parallel = config.model, config.parallel
-    if model.crossing == "none":
-        return
-    refused = {
-        "model.linear": (model.linear != "low_rank", "is for the bottlenecks of low_rank linears"),
-        "parallel.tensor_layout": (
-            config.layout.startswith("vanilla"),
-            "needs bottlenecks whole, and vanilla layouts split them",
-        ),
-        "parallel.sequence_sharded_bottleneck": (
-            parallel.sequence_sharded_bottleneck,
-            "has gates and norms whose gradients would be of this rank's tokens alone in sequence_sharded_bottleneck",
-        ),
-        "parallel.overlap": (
-            parallel.overlap == "split_batch",
-            "hands bottlenecks from block to block, and split_batch hands on the residual stream alone",
-        ),
-        "train.compile": (config.train.compile, "is outside of what train.compile compiles"),
-    }
-    for field, (broken, reason) in refused.items():
-        if broken:
-            yield Violation(("model.crossing", field), reason, expected="none", got=model.crossing)
-
-
-def _relora_rules(config: TrainConfig) -> Iterator[Violation]:
-    """ReLoRA: a frozen wide matrix, which decides the layout, and restarts that the schedule prepares."""
-    model, optimizer, schedule, train = config.model, config.optimizer, config.schedule, config.train
-    every, again = optimizer.restart_every, schedule.restart_warmup_steps
-    if model.linear != "relora":
-        if every is not None:
-            yield Violation(
-                ("optimizer.restart_every", "model.linear"),
-                f"only ReLoRA merges its factors, and model.linear = {model.linear}",
-                expected="null",
-                got=every,
-            )
-        if model.lora_dropout:
-            yield Violation(
-                ("model.lora_dropout", "model.linear"), "is for relora", expected="0", got=model.lora_dropout
-            )
-        return
-    if "tensor_layout" in config.parallel.model_fields_set:
-        yield Violation(
-            ("parallel.tensor_layout", "model.linear"),
-            "chooses where a rank-wide tensor is all-reduced, and ReLoRA's frozen matrices are wide: it is always "
-            "split as in Megatron",
-            expected="no value with model.linear = relora",
-            got=config.parallel.tensor_layout,
-            hint="leave it out",
-        )
-    if config.parallel.sequence_parallel:
-        yield Violation(
-            ("parallel.sequence_parallel", "model.linear"), "is for dense models", expected="false", got="true"
-        )
-    if train.compile:
-        yield Violation(
-            ("train.compile", "model.linear"), "is for dense and low_rank blocks", expected="false", got="true"
-        )
-    if (every is not None) != (schedule.name == "jagged_cosine"):
-        yield Violation(
-            ("optimizer.restart_every", "schedule.name", "model.linear"),
-            "ReLoRA restarts where jagged_cosine is 0, and jagged_cosine is 0 where ReLoRA restarts",
-            expected="both or neither",
-            got=f"{'null' if every is None else every} and {schedule.name}",
-        )
-    if every is None or schedule.name != "jagged_cosine":
-        return
-    if train.steps % every:
-        yield Violation(
-            ("train.steps", "optimizer.restart_every"),
-            "is not a whole number of restarts",
-            expected=f"a multiple of optimizer.restart_every = {every}",
-            got=train.steps,
-            hint=f"nearest: {_near_multiples(every, train.steps)}",
-        )
-    if schedule.warmup_steps > every:
-        yield Violation(
-            ("schedule.warmup_steps", "optimizer.restart_every"),
-            "is still warming up when ReLoRA restarts",
-            expected=f"at most optimizer.restart_every = {every}",
-            got=schedule.warmup_steps,
-        )
-    if not 1 <= again < every:
-        yield Violation(
-            ("schedule.restart_warmup_steps", "optimizer.restart_every"),
-            "starts at 0, where ReLoRA merges, and ends before it does so again",
-            expected=f"at least 1 and less than optimizer.restart_every = {every}",
-            got=again,
-        )
-
-
 def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
     parallel = config.parallel
     if parallel.dp_replicate > 1 and parallel.zero == 0:
@@ -267,7 +176,7 @@ def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
             "does not divide the data-parallel ranks into equal groups",
             expected=f"a divisor of parallel.dp = {parallel.dp}",
             got=parallel.dp_replicate,
-            hint=f"nearest: {_near_divisors(parallel.dp, parallel.dp_replicate)}",
+            hint=f"nearest: {near_divisors(parallel.dp, parallel.dp_replicate)}",
         )
     if parallel.zero == 3 and parallel.overlap == "split_batch":
         yield Violation(
@@ -290,7 +199,7 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             "is not a whole number of micro-batches on every data-parallel rank",
             expected=f"a multiple of {unit_text}",
             got=train.global_batch_size,
-            hint=f"nearest: {_near_multiples(unit, train.global_batch_size)}",
+            hint=f"nearest: {near_multiples(unit, train.global_batch_size)}",
         )
     if config.parallel.overlap == "split_batch":
         if config.layout != "btp" or config.parallel.norm == "sync" or train.recompute == "block":
@@ -340,84 +249,12 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="none or block",
             got="latent",
         )
-    yield from _loro_rules(config)
-    yield from _factor_rules(config)
     if config.optimizer.exact_every is not None and config.optimizer.name != "loro":
         yield Violation(
             ("optimizer.exact_every", "optimizer.name"),
             f"only LORO has exact steps, and optimizer.name = {config.optimizer.name}",
             expected="null",
             got=config.optimizer.exact_every,
-        )
-
-
-def _loro_rules(config: TrainConfig) -> Iterator[Violation]:
-    """LORO moves products B A of whole rank, and turns the bases of their factors."""
-    model, optimizer = config.model, config.optimizer
-    if config.schedule.name == "jagged_cosine" and optimizer.name != "loro" and model.linear != "relora":
-        yield Violation(
-            ("schedule.name", "optimizer.name", "model.linear"),
-            "jagged_cosine warms up again after every exact step of LORO, or every restart of ReLoRA",
-            expected="cosine, linear or constant, or optimizer.name = loro, or model.linear = relora",
-            got="jagged_cosine",
-        )
-    jagged = config.schedule.name == "jagged_cosine" and model.linear != "relora"
-    if jagged and config.train.steps < 2 * config.schedule.warmup_steps:
-        yield Violation(
-            ("schedule.warmup_steps", "schedule.name", "train.steps"),
-            "jagged_cosine rises for twice as long before it falls, longer than the run",
-            expected=f"at most train.steps / 2 = {config.train.steps // 2}",
-            got=config.schedule.warmup_steps,
-        )
-    if optimizer.name != "loro":
-        return
-    if optimizer.exact_every is None:
-        yield Violation(
-            ("optimizer.exact_every", "optimizer.name"),
-            "LORO needs the number of steps between two exact ones",
-            expected="a whole number >= 1",
-            got="null",
-            hint="the published runs have 500, or 200 at 1B",
-        )
-    if model.linear != "low_rank" or model.bottleneck_activation != "none" or model.crossing != "none":
-        yield Violation(
-            ("optimizer.name", "model.linear", "model.bottleneck_activation", "model.crossing"),
-            "loro turns the bases of bottlenecks, which changes the model unless nothing but a product stands there",
-            expected="model.linear = low_rank with model.bottleneck_activation = none and model.crossing = none",
-            got="loro",
-        )
-        return
-    widths = {
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_size": model.ffn_size,
-        "model.kv_heads x model.head_size": model.kv_heads * model.head_size,
-    }
-    narrowest = min(widths, key=lambda name: widths[name])
-    if model.rank is not None and model.rank > widths[narrowest]:
-        yield Violation(
-            ("model.rank", "optimizer.name", *narrowest.split(" x ")),
-            f"no factor of {narrowest} = {widths[narrowest]} rows has so large a rank, which loro needs",
-            expected=f"at most {widths[narrowest]}",
-            got=model.rank,
-        )
-
-
-def _factor_rules(config: TrainConfig) -> Iterator[Violation]:
-    """What both optimisers of factors need."""
-    name = config.optimizer.name
-    if name == "muon" and config.model.linear != "low_rank":
-        yield Violation(
-            ("optimizer.name", "model.linear"),
-            "muon is for the factors of low-rank linears",
-            expected="adamw, or model.linear = low_rank",
-            got="muon",
-        )
-    elif name != "adamw" and config.parallel.tp > 1 and config.layout in ("vanilla", "vanilla_sharded_heads"):
-        yield Violation(
-            ("optimizer.name", "parallel.tensor_layout", "parallel.tp"),
-            f"{name} needs the rank of a factor whole on every rank, and {config.layout} divides it over tp",
-            expected="adamw, parallel.tensor_layout = btp or parallel.tp = 1",
-            got=name,
         )
 
 
@@ -490,7 +327,7 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
             f"{schedule} takes the {count} micro-batches of a step in {count} // pp = {rounds} equal rounds",
             expected=f"a multiple of {rounds} micro-batches",
             got=count,
-            hint=f"nearest: {_near_multiples(rounds, count)}",
+            hint=f"nearest: {near_multiples(rounds, count)}",
         )
 
 
@@ -508,17 +345,3 @@ def _availability_rules(config: TrainConfig) -> Iterator[Violation]:
         if value not in available:
             choices = ", ".join(str(choice).lower() for choice in available)
             yield Violation((name,), f"{str(value).lower()} is not available in this version (available: {choices})")
-
-
-def _near_multiples(of: int, number: int) -> str:
-    below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)
-
-
-def _near_divisors(of: int, number: int) -> str:
-    """The divisors of `of` just below and just above a number that is not one."""
-    small = [divisor for divisor in range(1, math.isqrt(of) + 1) if of % divisor == 0]
-    divisors = {*small, *(of // divisor for divisor in small)}
-    below = max(divisor for divisor in divisors if divisor <= number)
-    above = [divisor for divisor in divisors if divisor > number]
-    return f"{below} or {min(above)}" if above else str(below)
