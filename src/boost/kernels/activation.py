@@ -22,8 +22,9 @@ class Activation:
         return self.forward(x)
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """act(gate) * up."""
-        return self.forward(gate) * up
+        """act(gate) * up. Without autograd: the product takes the place of act(gate)."""
+        y = self.forward(gate)
+        return y * up if y is gate else y.mul_(up)
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -42,7 +43,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return ctx.act.backward(grad * up, gate), grad * ctx.act(gate), None
+        return ctx.act.backward(grad * up, gate), ctx.act.gate(gate, grad), None
 
 
 def gated(gate_Tf: Tensor, up_Tf: Tensor, act: Activation) -> Tensor:

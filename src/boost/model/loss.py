@@ -33,12 +33,13 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, h_TD: Tensor, weight_vD: Tensor, labels_T: Tensor, start: int, tp: Group, chunk: int, train: bool
     ) -> Tensor:
+        assert len(h_TD), "no tokens"
         weight, vocabulary = weight_vD.to(h_TD.dtype), weight_vD.shape[0]
         wide = statistic_dtype(h_TD.dtype)
         total = torch.zeros((), dtype=wide, device=h_TD.device)
         grad_h = torch.empty_like(h_TD) if train else None
         # Summed over chunks in full precision, also where the weight is the bf16 copy that ZeRO gathered.
-        grad_w = torch.zeros_like(weight_vD, dtype=wide) if train else None
+        grad_w = torch.empty_like(weight_vD, dtype=wide) if train else None
         logits_cv = h_TD.new_empty(min(chunk, len(h_TD)), vocabulary)
         for begin in range(0, h_TD.shape[0], chunk):
             h, labels = h_TD[begin : begin + chunk], labels_T[begin : begin + chunk]
@@ -63,7 +64,7 @@ class _HeadLoss(torch.autograd.Function):
                 logits.view(-1).index_copy_(0, rows + column, (probability - onehot).to(h.dtype))
             counts = share.where(kept, 0).unsqueeze(-1)
             torch.mm(logits, weight, out=grad_h[begin : begin + chunk]).mul_(counts)
-            _add_product(grad_w, logits, (h * counts).to(h.dtype))
+            _add_product(grad_w, logits, (h * counts).to(h.dtype), first=begin == 0)
         if grad_w is not None:
             ctx.save_for_backward(grad_h, grad_w.to(weight_vD.dtype))
         return total
@@ -101,17 +102,21 @@ def _softmax_in_place(logits_cv: Tensor, column_c: Tensor, wide: torch.dtype) ->
     return lse_c, target_c, probability_c
 
 
-def _add_product(total_vD: Tensor, grad_Tv: Tensor, h_TD: Tensor) -> None:
-    """total += grad^T h, which may be of a narrower type: then some rows at a time, so that they stay in the cache."""
+def _add_product(total_vD: Tensor, grad_Tv: Tensor, h_TD: Tensor, *, first: bool) -> None:
+    """total += grad^T h, or = for the first; they may be of a narrower type: then some rows at a time, so that they
+    stay in the cache."""
     if total_vD.dtype == grad_Tv.dtype:
-        total_vD.addmm_(grad_Tv.t(), h_TD)
+        total_vD.addmm_(grad_Tv.t(), h_TD, beta=0 if first else 1)
         return
     narrow = h_TD.new_empty(min(GRADIENT_ROWS, len(total_vD)), h_TD.shape[1])
     wide = torch.empty_like(narrow, dtype=total_vD.dtype)
     for rows, columns in zip(total_vD.split(GRADIENT_ROWS), grad_Tv.split(GRADIENT_ROWS, dim=1), strict=True):
         product, widened = narrow[: len(rows)], wide[: len(rows)]
         torch.mm(columns.t(), h_TD, out=product)
-        rows += widened.copy_(product)
+        if first:
+            rows.copy_(product)
+        else:
+            rows += widened.copy_(product)
 
 
 def chunk_tokens(vocabulary: int) -> int:

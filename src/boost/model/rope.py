@@ -38,9 +38,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = (table.chunk(2, dim=-1)[0] for table in (cos, sin))
-    return torch.cat([(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)], dim=-1)
+    y = x * cos
+    (first, second), half_sin = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)[0]
+    rotated_first, rotated_second = y.chunk(2, dim=-1)
+    rotated_first.addcmul_(second, half_sin, value=-1)
+    rotated_second.addcmul_(first, half_sin)
+    return y
 
 
 def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
