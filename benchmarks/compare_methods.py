@@ -1,16 +1,17 @@
 """Every method at the quickstart's size on the shipped text: bits per byte, parameters and time, over three seeds.
 
-All methods train on the same tokens in the same order (of the seed), in batches of two sequences, with the quickstart's
-settings in all that is not the method's own; `METHODS` has what is. Each method gets the same small sweep: three
-learning rates, a factor of two apart, on the first seed at full length. The best of them then trains with the other
-seeds. Every run is a process of one thread, and two run at any time, so that their times compare. Stopped, the same
-command goes on where it was.
+All methods train on the same tokens in the same order (of the seed; ReLoRA's second part in another one), in batches of
+two sequences, with the quickstart's settings in all that is not the method's own; `METHODS` has what is. Each method
+gets the same small sweep: three learning rates, a factor of two apart, on the first seed at full length. The best of
+them then trains with the other seeds. Every run is a process of one thread, and two run at any time, so that their
+times compare. Stopped, the same command goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -31,6 +32,7 @@ from boost.model import costs
 from boost.model.decoder import Decoder
 
 STEPS, BATCH, SEEDS, SPREAD = 320, 2, (0, 1, 2), (0.5, 1.0, 2.0)
+NUMERICS = 4  # boost's exit code where a number is not finite
 Settings = dict[str, Any]
 
 
@@ -119,7 +121,8 @@ def main() -> None:
     began = time.monotonic()
     base = [f"data.path={prepared(arguments.work)}", *arguments.overrides]
     methods: list[str] = arguments.methods
-    folder = arguments.work / f"{arguments.steps}-steps"
+    # Runs under other overrides are other runs.
+    folder = arguments.work / "-".join([f"{arguments.steps}-steps", *sorted(arguments.overrides)]).replace("/", "_")
 
     def run(name: str, lr: float, seed: int) -> Run:
         return Run(name, lr, seed, folder / f"{name}-lr{lr:g}-seed{seed}")
@@ -138,7 +141,7 @@ def main() -> None:
         "command": " ".join(["benchmarks/compare_methods.py", *sys.argv[1:]]),
         "seconds": time.monotonic() - began,
         "steps": arguments.steps,
-        "tokens": arguments.steps * rows[0]["tokens_per_step"],
+        "tokens": arguments.steps * next(row["tokens_per_step"] for row in rows if "tokens_per_step" in row),
         "methods": [summarised(name, [row for row in rows if row["method"] == name], sweep, base) for name in methods],
         "runs": [*sweep, *rows[len(methods) :]],
     }
@@ -192,26 +195,32 @@ def result(run: Run, steps: int, base: Sequence[str]) -> dict[str, Any]:
         "logging.tensorboard": False,
         "logging.plots": False,
     }
+    outcome = {"method": run.method, "lr": run.lr, "seed": run.seed}
     first: list[dict[str, Any]] = []
     more: Settings = {}
-    if method.warm_start is not None:
-        warm = run.folder.with_name(run.folder.name + "-warm")
-        quarter = {"train.steps": steps // 4, "train.validate_every": 0, "optimizer.lr": run.lr / 2}
-        first = trained({**common, **method.warm_start, **quarter}, warm, base)
-        # The order of the data would start again; with another seed it is another one.
-        more = {"run.init_from": str(warm), "data.seed": run.seed + 1000}
-    records = trained({**common, **method.settings(steps), **more}, run.folder, base)
+    try:
+        if method.warm_start is not None:
+            warm = run.folder.with_name(run.folder.name + "-warm")
+            quarter = {"train.steps": steps // 4, "train.validate_every": 0, "optimizer.lr": run.lr / 2}
+            first = trained({**common, **method.warm_start, **quarter}, warm, base)
+            # The order of the data would start again; with another seed it is another one.
+            more = {"run.init_from": str(warm), "data.seed": run.seed + 1000}
+        records = trained({**common, **method.settings(steps), **more}, run.folder, base)
+    except Diverged:
+        return {**outcome, "bits_per_byte": math.inf, "loss": math.inf, "seconds": math.nan}
     every = first + records
     return {
-        "method": run.method,
-        "lr": run.lr,
-        "seed": run.seed,
+        **outcome,
         "bits_per_byte": records[-1]["val_bits_per_byte"],
         "loss": records[-1]["val_loss"],
         "seconds": sum(record["step_seconds"] for record in every),
         "steps": len(every),
         "tokens_per_step": records[0]["tokens"],
     }
+
+
+class Diverged(Exception):
+    """A run ended with a loss or gradient that is not finite."""
 
 
 def trained(settings: Settings, folder: Path, base: Sequence[str]) -> list[dict[str, Any]]:
@@ -225,6 +234,8 @@ def boost(arguments: Sequence[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "boost", *arguments], capture_output=True, text=True, check=False, env=environment
     )
+    if done.returncode == NUMERICS:
+        raise Diverged
     if done.returncode:
         raise SystemExit(f"error: boost {' '.join(arguments)}\n{done.stderr}")
 

@@ -132,9 +132,28 @@ def test_relora_has_what_its_authors_ran_at_250m(size: str) -> None:
     assert (model.linear, model.rank, model.lora_alpha, model.lora_dropout) == ("relora", 128, 32.0, 0.1)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.clip) == (1e-3, 0.0, 1.0)
     assert (schedule.name, schedule.warmup_steps, schedule.restart_warmup_steps) == ("jagged_cosine", 500, 100)
-    assert optimizer.restart_every is not None
-    assert config.train.steps >= 3 * optimizer.restart_every
+    assert optimizer.restart_every == (2_500 if size == "60m" else 5_000)
+    assert (optimizer.betas, optimizer.eps) == ((0.9, 0.999), 1e-8)
+    assert config.data.seed != paper("dense", size).data.seed, "the warm start's order would come again"
     assert config.run.init_from == f"runs/paper/relora-{size}-start"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dense_recipes_are_what_their_comments_say(size: str) -> None:
+    config = paper("dense", size)
+    optimizer = config.optimizer
+    assert optimizer.lr == (5e-4 if size in ("1b", "7b") else 1e-3)
+    assert (optimizer.betas, optimizer.eps) == ((0.9, 0.999), 1e-8)
+    assert (optimizer.weight_decay, optimizer.clip) == (0.0, None)
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("cosine", STEPS[size] // 10)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_svd_and_lax_recipes_are_colas_but_for_the_model(size: str) -> None:
+    for method in ("svd", "lax"):
+        config, cola = paper(method, size), paper("cola", size)
+        for section in ("data", "optimizer", "schedule", "train"):
+            assert getattr(config, section) == getattr(cola, section)
 
 
 @pytest.mark.parametrize(("size", "tp"), [("3b", 2), ("13b", 4), ("30b", 4)])

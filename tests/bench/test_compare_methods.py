@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +75,16 @@ def test_the_best_rate_of_each_sweep_trains_with_the_other_seeds(
         == 3
     )
     assert len(trained) == 4
+
+
+def test_a_rate_that_diverges_is_the_worst(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(*_: Any, **__: Any) -> Any:
+        return subprocess.CompletedProcess([], returncode=4, stdout="", stderr="error: step 3: loss is nan")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    row = script.result(script.Run("relora", 1e-3, 0, tmp_path / "run"), 40, [])
+    assert row["bits_per_byte"] == math.inf
+    assert (row["method"], row["lr"], row["seed"]) == ("relora", 1e-3, 0)
 
 
 def test_every_method_is_a_configuration(script: ModuleType) -> None:
