@@ -268,7 +268,9 @@ def summarised(
         "lr": rows[0]["lr"],
         "bits_per_byte": statistics.mean(values),
         "bits_per_byte_of_each_seed": values,
-        "seconds": statistics.median(row["seconds"] for row in [*sweep, *rows[1:]] if row["method"] == name),
+        "seconds": statistics.median(
+            row["seconds"] for row in [*sweep, *rows[1:]] if row["method"] == name and "steps" in row
+        ),
         "sweep": {f"{row['lr']:g}": bits_per_byte(row) for row in sweep if row["method"] == name},
     }
 
