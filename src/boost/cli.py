@@ -29,6 +29,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
 OnError = Literal["stop", "skip"]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto = cuda if there is one, else cpu.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.field=value]...", show_default=False)]
 
 
@@ -131,15 +132,16 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.")] = 50,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the smallest set this probable.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal text.")] = 0,
+    device: Device = "auto",
 ) -> None:
     """Sample text from a trained model, with a KV cache."""
     from boost.checkpoint.store import open_checkpoint
     from boost.data.tokenizer import special_ids
     from boost.inference.generate import generate as sample
-    from boost.inference.load import model_from, tokenizer_from
+    from boost.inference.load import model_on, tokenizer_from
 
     opened = open_checkpoint(checkpoint)
-    tokenizer, model = tokenizer_from(opened), model_from(opened)
+    tokenizer, model = tokenizer_from(opened), model_on(opened, device)
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise UserError("--prompt", "holds no token", hint="give it some text")
@@ -168,9 +170,10 @@ def evaluate(
     ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Default: as in training.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
-    papers_batch: Annotated[
-        int, typer.Option(min=1, help="Sequences per batch of perplexity_c4_papers, as one GPU evaluates them there.")
-    ] = 256,
+    papers_batches: Annotated[
+        int | None, typer.Option(min=1, help="Also print the perplexity as C4 papers count it, over so many batches.")
+    ] = None,
+    device: Device = "auto",
 ) -> None:
     """Loss, perplexity and bits per byte of a dataset's validation split, or lm-eval's tasks."""
     from boost.checkpoint.store import open_checkpoint
@@ -179,20 +182,22 @@ def evaluate(
         raise UserError("boost eval", "needs --data or --tasks, one of them")
     if data is not None and (include_path or limit or num_fewshot is not None):
         raise UserError("boost eval", "--include-path, --limit and --num-fewshot go with --tasks")
+    if tasks is not None and papers_batches:
+        raise UserError("boost eval", "--papers-batches goes with --data")
     opened = open_checkpoint(checkpoint)
     if data is not None:
-        _evaluate_data(opened, data, sequence_length, batch_size, papers_batch)
+        _evaluate_data(opened, data, sequence_length, batch_size, papers_batches, device)
         return
     from boost.data.formats.extras import optional_import
 
     optional_import("lm_eval", "eval", "--tasks")
     from boost.checkpoint.weights import saved_config
-    from boost.inference.load import model_from, tokenizer_from
+    from boost.inference.load import model_on, tokenizer_from
     from boost.inference.tasks import run_tasks, table
 
     assert tasks is not None
     results = run_tasks(
-        model_from(opened),
+        model_on(opened, device),
         tokenizer_from(opened),
         tasks.split(","),
         sequence_length=sequence_length or saved_config(opened).train.sequence_length,
@@ -205,13 +210,18 @@ def evaluate(
 
 
 def _evaluate_data(
-    opened: Checkpoint, data: Path, sequence_length: int | None, batch_size: int, papers_batch: int
+    opened: Checkpoint,
+    data: Path,
+    sequence_length: int | None,
+    batch_size: int,
+    papers_batches: int | None,
+    device: str,
 ) -> None:
     from boost.checkpoint.weights import saved_config
     from boost.data.dataset import Dataset
-    from boost.inference.c4_papers import evaluate_both
     from boost.inference.evaluate import context_token
-    from boost.inference.load import model_from
+    from boost.inference.evaluate import evaluate as run
+    from boost.inference.load import model_on
 
     config = saved_config(opened)
     dataset = Dataset.open(data, vocab_size=config.model.vocab_size)
@@ -220,10 +230,12 @@ def _evaluate_data(
     if opened.read_file("tokenizer.json") != dataset.tokenizer_file.read_bytes():
         raise UserError(str(data), "was prepared with another tokenizer than the checkpoint's", hint="prepare it again")
     length = sequence_length or config.train.sequence_length
-    results = evaluate_both(
-        model_from(opened), dataset.validation, context_token(dataset), length, batch_size, papers_batch
-    )
-    typer.echo("\n".join(map(str, results)))
+    found = run(model_on(opened, device), dataset.validation, context_token(dataset), length, batch_size)
+    assert found is not None, "nothing stops it"
+    typer.echo(found)
+    if papers_batches:
+        count = f"exp(loss * {papers_batches} / {papers_batches + 1}), as the C4 papers' code counts it"
+        typer.echo(f"perplexity_c4_papers {found.papers_perplexity(papers_batches):.2f}: {count}")
 
 
 @app.command()

@@ -12,14 +12,19 @@ import torch
 import torch.nn.functional as F
 
 import boost
-from boost.data.dataset import Dataset
+from boost.checkpoint.store import open_checkpoint
+from boost.cli import app
+from boost.data.dataset import Dataset, Split
+from boost.data.prepare import prepare
 from boost.errors import UserError
-from boost.inference.evaluate import context_token, evaluate
+from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.inference.generate import generate, pick
+from boost.inference.load import model_from, model_on
 from boost.model.context import KeyValueCache
 from boost.parallel.mesh import Mesh
 from tests.distributed.harness import run_ranks
-from tests.models import build, model_section, perturbed, tensors, tokens
+from tests.interop.checkpoints import write_checkpoint
+from tests.models import build, distance, model_section, perturbed, tensors, tokens
 from tests.training.conftest import dataset, settings, with_changes  # noqa: F401 - fixtures
 from tests.training.runs import metrics, run
 
@@ -98,6 +103,54 @@ def test_loading_gives_the_trained_model(settings: dict[str, Any], tmp_path: Pat
 
     half = boost.load_model(config.run.dir, dtype=torch.bfloat16)
     assert half(torch.tensor([[1, 2, 3]])).dtype == torch.bfloat16
+
+
+def test_activations_may_be_narrower_than_weights(tmp_path: Path) -> None:
+    """As in training with bf16: what the commands do on a GPU."""
+    opened = open_checkpoint(write_checkpoint(tmp_path))
+    exact, narrow = model_from(opened), model_from(opened, activations=torch.bfloat16)
+    assert {value.dtype for value in narrow.parameters()} == {torch.float32}
+    ids = torch.tensor([[1, 2, 3]])
+    assert narrow(ids).dtype == torch.bfloat16
+    assert 0 < distance(narrow(ids).detach().float(), exact(ids).detach()) < 0.05
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_evaluation_follows_the_model_to_a_gpu(tmp_path: Path) -> None:
+    opened = open_checkpoint(write_checkpoint(tmp_path, dtype=torch.float64))
+    split = Split("validation", np.arange(40, dtype=np.uint16), np.array([0, 40]), 99)
+    ours, theirs = (evaluate(model_on(opened, device), split, 7, 11, 2) for device in ("cpu", "cuda"))
+    assert ours is not None and theirs is not None
+    assert theirs.loss == pytest.approx(ours.loss, rel=1e-2)  # activations in bf16
+
+
+def test_perplexity_as_the_c4_papers_count_it() -> None:
+    """Losses 2, 3 and 4 have the mean 3, and their code takes (2 + 3 + 4) / 4; LORO's log has 3.20223 at 130m."""
+    assert Evaluation(3.0, 1.0, 9).papers_perplexity(3) == pytest.approx(9.487735836358526, rel=1e-14)  # exp(2.25)
+    loro = Evaluation(3.2178505, 1.0, 9)  # 3.20223 * 206 / 205
+    assert round(loro.perplexity, 2) == 24.97
+    assert round(loro.papers_perplexity(205), 2) == 24.59
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their count is printed where it is asked for, the correct one always; a missing GPU is named."""
+    write_checkpoint(tmp_path / "run", vocab_size=4099)
+    (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n{"text": "The Senate and the House"}\n')
+    prepare([str(tmp_path / "texts.jsonl")], tmp_path / "data", "bpe4096", validation_last=1)
+    command = ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "data"), "--device"]
+    app([*command, "cpu"], standalone_mode=False)
+    correct = capsys.readouterr().out
+    loss = float(correct.split(",")[0].removeprefix("loss "))
+    app([*command, "cpu", "--papers-batches", "3"], standalone_mode=False)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first + "\n" == correct
+    name, value, how = second.split(" ", 2)
+    assert name == "perplexity_c4_papers"
+    assert float(value[:-1]) == pytest.approx(math.exp(loss * 3 / 4), rel=1e-4)
+    assert how == "exp(loss * 3 / 4), as the C4 papers' code counts it"
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"--device: no CUDA device is visible"):
+            app([*command, "cuda"], standalone_mode=False)
 
 
 def test_loading_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ QUESTIONS = [
     {"question": "A treaty with ", "choices": ["Spain", "Great Britain"], "answer": 1},
     {"question": "Peace", "choices": ["was made", "is not to be had", "."], "answer": 0},
 ]
+STARTS = ["The Senate and", "Peace"]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model's checkpoint in `run`, and three local tasks with their data in `tasks`."""
     root = tmp_path_factory.mktemp("tasks")
     write_checkpoint(root / "run", dtype=torch.float64, vocab_size=4099)
+    (known,) = greedy_texts(root, STARTS[:1])
     folder = root / "tasks"
     folder.mkdir()
     rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
@@ -58,8 +60,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _task(folder, "choices", QUESTIONS, output_type="multiple_choice", doc_to_text="{{question}}",
           doc_to_choice="choices", doc_to_target="answer",
           metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}])  # fmt: skip
-    _task(folder, "texts_on", [{"text": "The Senate and"}, {"text": "Peace"}], output_type="generate_until",
-          doc_to_text="{{text}}", doc_to_target="", generation_kwargs={"until": ["\n"], "max_gen_toks": 9},
+    targets = [{"text": STARTS[0], "target": known}, {"text": STARTS[1], "target": "another"}]
+    _task(folder, "texts_on", targets, output_type="generate_until",
+          doc_to_text="{{text}}", doc_to_target="{{target}}", generation_kwargs={"until": ["\n"], "max_gen_toks": 9},
           metric_list=[{"metric": "exact_match"}])  # fmt: skip
     return root
 
@@ -112,6 +115,13 @@ def run(root: Path) -> Callable[..., dict[str, Any]]:
 
 def tokenizer_of(root: Path) -> Tokenizer:
     return tokenizer_from(open_checkpoint(root / "run"))
+
+
+def greedy_texts(root: Path, starts: list[str]) -> list[str]:
+    """The likeliest nine tokens after each start, up to the end of the line."""
+    model, tokenizer = boost.load_model(root / "run"), tokenizer_of(root)
+    prompts = [tokenizer.encode(start, add_special_tokens=False).ids for start in starts]
+    return [tokenizer.decode(list(generate(model, ids, 9, temperature=0))).split("\n")[0] for ids in prompts]
 
 
 def test_bits_per_byte_are_those_of_eval_on_the_same_text(
@@ -185,13 +195,14 @@ def test_scores(root: Path) -> None:
     model, tokenizer = boost.load_model(root / "run"), tokenizer_of(root)
     adapter = Adapter(model, tokenizer, 8, 2)
     long = list(range(40, 60))
-    (likeliest,) = generate(model, [5, 6], 1, temperature=0)
-    pairs = [([5, 6], [7]), (long, [1, 2]), ([], [9, 8, 7]), ([3], [4] * 8), ([5, 6], [likeliest])]
+    one, two = generate(model, [5, 6], 2, temperature=0)
+    pairs = [([5, 6], [7]), (long, [1, 2]), ([], [9, 8, 7]), ([3], [4] * 8)]
+    pairs += [([5, 6], [one]), ([5, 6], [one, two]), ([5, 6], [one, two + 1]), ([5, 6], [one + 1, two])]
     expected = [([5, 6], [7]), (long[-7:], [1, 2]), ([adapter.start_id], [9, 8, 7]), ([3], [4] * 8)]
     scores = adapter.score(pairs, disable_tqdm=True)
     for (score, _), (context, continuation) in zip(scores, expected, strict=False):
         assert score == pytest.approx(log_likelihood(root, context, continuation), rel=1e-12)
-    assert [greedy for _, greedy in scores] == [False, False, False, False, True]
+    assert [greedy for _, greedy in scores] == [False] * 4 + [True, True, False, False]
     with pytest.raises(UserError, match=r"--sequence-length: .*longer continuation \(expected at least 9, got 8\)"):
         adapter.score([([1], [2] * 9)])
 
@@ -211,7 +222,7 @@ def test_generation(root: Path, run: Callable[..., dict[str, Any]]) -> None:
     assert len(sampled) == 2
     with pytest.raises(UserError, match=r"--sequence-length: leaves no room.*expected more than 12, got 12"):
         adapter.generated(prompt, {"max_gen_toks": 12}, 0)
-    assert run("texts_on")["texts_on"]["exact_match,none"] == 0.0
+    assert run("texts_on")["texts_on"]["exact_match,none"] == 0.5
 
 
 def test_transformers_and_lm_evals_own_adapter_agree(
@@ -220,6 +231,7 @@ def test_transformers_and_lm_evals_own_adapter_agree(
     """The exported directory through lm-eval's Hugging Face adapter, in windows that do not fill the text."""
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face adapter needs it")
     from lm_eval import simple_evaluate
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -244,6 +256,15 @@ def test_transformers_and_lm_evals_own_adapter_agree(
     for task, metric in (("two_texts", "bits_per_byte"), ("choices", "acc"), ("choices", "acc_norm")):
         assert ours[task][f"{metric},none"] == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-6)
 
+    texts = greedy_texts(root, STARTS)
+    stops = [["\n"], ["\n", texts[1][len(texts[1]) // 2 :][:3]]]
+    requests = [
+        Instance("generate_until", {}, (start, {"until": until, "max_gen_toks": 9}), number)
+        for number, (start, until) in enumerate(zip(STARTS, stops, strict=True))
+    ]
+    own = Adapter(boost.load_model(root / "run"), tokenizer_of(root), 48, 2).generate_until(requests)
+    assert own == adapter.generate_until(requests) == [texts[0], texts[1].split(stops[1][1])[0]]
+
 
 def test_the_command(root: Path, capsys: pytest.CaptureFixture[str], run: Callable[..., dict[str, Any]]) -> None:
     local = ["--tasks", "whole_text,choices", "--include-path", str(root / "tasks"), "--sequence-length", "16"]
@@ -261,6 +282,7 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str], run: Callab
         ([], r"boost eval: needs --data or --tasks, one of them"),
         (["--tasks", "choices", "--data", "d"], r"boost eval: needs --data or --tasks, one of them"),
         (["--data", "d", "--limit", "3"], r"boost eval: --include-path, --limit and --num-fewshot go with --tasks"),
+        (["--tasks", "choices", "--papers-batches", "3"], r"boost eval: --papers-batches goes with --data"),
         (["--tasks", "chices", "--include-path", "{tasks}"], r"--tasks: no task chices; `lm-eval ls tasks` lists"),
         (["--tasks", "choices", "--include-path", "{tasks}/none"], r"--include-path: \S+none is no folder"),
     ],

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 import boost
 from boost.errors import UserError
 from boost.inference.generate import generate
-from boost.interop import huggingface
+from boost.interop import auto_classes, huggingface, names
 from boost.interop.huggingface import export
 from boost.interop.names import foreign_name
 from tests.interop.checkpoints import write_checkpoint
@@ -37,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lax_diagonal": {"crossing": "diagonal", "heads": 8, "kv_heads": 4, "head_size": 6, **BIASES},
     "lax_dense": {**SVD, **UNUSUAL, "crossing": "dense", "tie_embeddings": True, "kv_heads": 1},
     "lax_tensor": {"crossing": "tensor", "layers": 3, "head_size": 10, "gate_activation": "none"},
+    "lax_saved_again": {"crossing": "diagonal", "layers": 3, "kv_heads": 2},
     "svd_unusual": {**SVD, **UNUSUAL, "tie_embeddings": True},
     "svd_merged": {**SVD, **UNUSUAL, **BIASES, "kv_heads": 2},
     "svd_merged_tied": {**SVD, "kv_heads": 1, "tie_embeddings": True, "head_size": 8},
@@ -53,11 +57,17 @@ VOCABULARY = 4099  # more than the tokenizer has, and odd
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """All cases exported, and what they compute in one process without `boost`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     root = tmp_path_factory.mktemp("exports")
     for name, changes in CASES.items():
         run = root / f"{name}.run"
         write_checkpoint(run, vocab_size=VOCABULARY, **changes)
-        export(run, root / name, merge="merged" in name, shard_bytes=300_000 if name == "cola" else 1 << 30)
+        exported = root / f"{name}.first" if "again" in name else root / name
+        export(run, exported, merge="merged" in name, shard_bytes=300_000 if name == "cola" else 1 << 30)
+        if "again" in name:  # by transformers with our class, whose file must come along
+            AutoModelForCausalLM.from_pretrained(exported).save_pretrained(root / name)
+            AutoTokenizer.from_pretrained(exported).save_pretrained(root / name)
         save_file({"ids": ids_of(boost.load_model(run).model)}, root / f"{name}.ids.safetensors")
     results = root / "results.safetensors"
     script = Path(__file__).with_name("load_elsewhere.py")
@@ -131,7 +141,9 @@ def test_with_boost_imported_no_remote_code_is_needed(elsewhere: tuple[Path, dic
     root, _ = elsewhere
     code = (
         f"{imports}; import sys; from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "assert type(AutoConfig.for_model('boost', rank=7)).__name__ == 'BoostConfig'\n"
         "assert AutoConfig.from_pretrained(sys.argv[1]).rank == 6\n"
+        "assert not any('boost' in type(finder).__module__ for finder in sys.meta_path)\n"
         "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__module__)"
     )
     environment = {**os.environ, "HF_HOME": str(root / "home"), "HF_HUB_OFFLINE": "1"}
@@ -141,6 +153,46 @@ def test_with_boost_imported_no_remote_code_is_needed(elsewhere: tuple[Path, dic
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["boost.interop.modeling_boost"]
+
+
+def test_a_table_that_takes_no_entry_is_left_alone() -> None:
+    """Another's `boost` stays, and a table with other names does not break the import of transformers."""
+    registered: list[Any] = []
+    auto = SimpleNamespace(register=lambda *arguments: registered.append(arguments))
+    auto_classes._enter(cast(Any, SimpleNamespace(CONFIG_MAPPING={"boost": int}, AutoConfig=auto)))
+    auto_classes._enter(cast(Any, SimpleNamespace(AutoConfig=auto)))
+    assert not registered
+    auto_classes._enter(cast(Any, SimpleNamespace(CONFIG_MAPPING={}, AutoConfig=auto)))
+    assert registered == [("boost", auto_classes.StandIn)]
+
+
+def test_another_format_is_one_clear_error(elsewhere: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    from boost.interop.modeling_boost import FORMAT
+
+    assert names.EXPORT_FORMAT == FORMAT
+    for name in ("cola", "lax_saved_again"):
+        fields = json.loads((elsewhere[0] / name / "config.json").read_text())
+        assert fields["export_format"] == FORMAT
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "export_format": 2}))
+        with pytest.raises(ValueError, match=r"^export_format: expected 1, got 2; .* is of another version of boost"):
+            AutoConfig.from_pretrained(tmp_path)
+
+
+def test_threads_share_an_exported_model(elsewhere: tuple[Path, dict[str, Tensor]]) -> None:
+    """Both are past layer 0 before either is in layer 1, which takes up what layer 0 hands on."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(elsewhere[0] / "lax_diagonal").eval()
+    inputs = [torch.tensor([[5, 6, 7]]), torch.tensor([[40, 2, 30]])]
+    alone = [model(ids).logits.detach() for ids in inputs]
+    barrier = threading.Barrier(2, timeout=60)
+    model.model.layers[0].register_forward_hook(lambda *_: [barrier.wait(), None][1])
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda ids: model(ids).logits.detach(), inputs))
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("lax")])

@@ -218,6 +218,13 @@ def test_loro_comes_in(tmp_path: Path) -> None:
         import_checkpoint("cola", tmp_path / "hf", tmp_path / "other")
 
 
+def test_an_export_of_another_version_is_refused(tmp_path: Path) -> None:
+    export(write_checkpoint(tmp_path / "run", vocab_size=4099), tmp_path / "hf")
+    edit_config(tmp_path / "hf", export_format=2)
+    with pytest.raises(UserError, match=r"config\.json: export_format is another version's \(expected 1, got 2\)"):
+        import_checkpoint("boost", tmp_path / "hf", tmp_path / "in")
+
+
 def test_an_imported_checkpoint_starts_a_run(llama: Path, tmp_path: Path) -> None:
     """What `run.init_from` loads: every parameter of the model, at any step in the name."""
     import_checkpoint("llama", llama, tmp_path / "step-7", rank=6)

@@ -33,6 +33,13 @@ class Evaluation:
         """exp(loss)."""
         return perplexity(self.loss)
 
+    def papers_perplexity(self, batches: int) -> float:
+        """exp(loss * n / (n + 1)), n batches: as the published code of GaLore, CoLA, LORO and SLTrain counts it on C4.
+
+        Their `evaluate_model` adds up the mean losses of n batches and divides by a count that begins at 1.
+        """
+        return perplexity(self.loss * batches / (batches + 1))
+
     def record(self, step: int) -> dict[str, Any]:
         """The fields that a validation adds to the metrics; `val_step` is the number of steps taken before it."""
         return {"val_loss": self.loss, "val_bits_per_byte": self.bits_per_byte, "val_step": step}
@@ -76,12 +83,13 @@ def evaluate(
         start_id: context of the first token.
         batch_size: sequences per forward pass.
         dp: ranks that share the work; all run the same number of passes.
+        device: where tokens go; default: where the parameters are.
         stop: asked before every pass; where it says so, to all ranks at once, there is no result.
 
     Raises:
         UserError: the split is empty.
     """
-    dp, device = dp or Group(), device or torch.device("cpu")
+    dp, device = dp or Group(), device or next(model.parameters()).device
     count = validation_sequences(split, sequence_length)
     if count == 0:
         raise UserError("data.path", "the validation split is empty")

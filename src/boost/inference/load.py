@@ -11,7 +11,7 @@ from boost.checkpoint.store import Checkpoint, open_checkpoint
 from boost.checkpoint.weights import load_weights, saved_config, saved_supports
 from boost.data.tokenizer import parse_tokenizer
 from boost.model.decoder import Decoder
-from boost.parallel.mesh import Group
+from boost.parallel.mesh import Group, choose_device
 
 
 def load_model(
@@ -33,15 +33,30 @@ def load_model(
     return model_from(open_checkpoint(checkpoint), dtype=dtype, device=device)
 
 
-def model_from(opened: Checkpoint, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """As `load_model`, from an opened checkpoint."""
+def model_from(
+    opened: Checkpoint,
+    *,
+    dtype: torch.dtype | None = None,
+    activations: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """As `load_model`, from an opened checkpoint; `activations` may have another type than weights."""
     stored = torch.float64 if opened.tensors["parameter", "norm.weight"].dtype == "F64" else torch.float32
     dtype = dtype or stored
     section = saved_config(opened).model
     with torch.device(device):
-        model = Decoder(section, dtype=dtype, master_dtype=dtype, supports=saved_supports(opened, section))
+        model = Decoder(
+            section, dtype=activations or dtype, master_dtype=dtype, supports=saved_supports(opened, section)
+        )
     load_weights(opened, model, Group(), cast=True)
     return model.eval()
+
+
+def model_on(opened: Checkpoint, device: str) -> Decoder:
+    """For a command's `--device` (auto, cpu or cuda): the stored weights, and on a GPU activations as in training."""
+    chosen = choose_device(device, "--device")
+    narrow = chosen.type == "cuda" and saved_config(opened).train.precision == "bf16"
+    return model_from(opened, activations=torch.bfloat16 if narrow else None, device=chosen)
 
 
 def tokenizer_from(opened: Checkpoint) -> Tokenizer:

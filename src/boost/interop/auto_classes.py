@@ -7,6 +7,7 @@ model is loaded.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -16,6 +17,7 @@ from typing import Any
 
 MODEL_TYPE = "boost"
 TABLE = "transformers.models.auto.configuration_auto"
+log = logging.getLogger(__name__)
 
 
 def announce() -> None:
@@ -27,20 +29,31 @@ def announce() -> None:
 
 
 class StandIn:
-    """What the table holds for `BoostConfig` until `AutoConfig.from_pretrained` asks for one."""
+    """What the table holds for `BoostConfig` until it is asked for one; it makes those and none of its own."""
 
     model_type = MODEL_TYPE
 
+    def __new__(cls, *arguments: Any, **fields: Any) -> Any:
+        return _registered()(*arguments, **fields)
+
     @classmethod
     def from_dict(cls, fields: dict[str, Any], **options: Any) -> Any:
-        """`BoostConfig.from_dict`, after registering our classes."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        return _registered().from_dict(fields, **options)
 
-        from boost.interop.modeling_boost import BoostConfig, BoostForCausalLM
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        return _registered().from_pretrained(*arguments, **options)
 
-        AutoConfig.register(MODEL_TYPE, BoostConfig, exist_ok=True)
-        AutoModelForCausalLM.register(BoostConfig, BoostForCausalLM, exist_ok=True)
-        return BoostConfig.from_dict(fields, **options)
+
+def _registered() -> Any:
+    """`BoostConfig`, which takes the stand-in's place."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from boost.interop.modeling_boost import BoostConfig, BoostForCausalLM
+
+    AutoConfig.register(MODEL_TYPE, BoostConfig, exist_ok=True)
+    AutoModelForCausalLM.register(BoostConfig, BoostForCausalLM, exist_ok=True)
+    return BoostConfig
 
 
 class _AfterTable(MetaPathFinder):
@@ -58,6 +71,8 @@ class _AfterTable(MetaPathFinder):
 
         def run_and_enter(module: ModuleType) -> None:
             run(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             _enter(module)
 
         spec.loader.exec_module = run_and_enter  # type: ignore[method-assign]
@@ -65,4 +80,9 @@ class _AfterTable(MetaPathFinder):
 
 
 def _enter(table: ModuleType) -> None:
-    table.AutoConfig.register(MODEL_TYPE, StandIn, exist_ok=True)
+    """Leaves transformers as it was where the name is taken, or where its table is not what it was."""
+    try:
+        if MODEL_TYPE not in table.CONFIG_MAPPING:
+            table.AutoConfig.register(MODEL_TYPE, StandIn)
+    except Exception:
+        log.debug("exports need trust_remote_code=True: %s takes no entry", TABLE, exc_info=True)

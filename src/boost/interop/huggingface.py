@@ -24,7 +24,7 @@ from boost.checkpoint.weights import PARAMETER, SUPPORT, saved_config
 from boost.config import ModelSection, TrainConfig
 from boost.data.tokenizer import special_ids
 from boost.errors import UserError
-from boost.interop.names import config_fields, foreign_name, shapes
+from boost.interop.names import EXPORT_FORMAT, config_fields, foreign_name, shapes
 from boost.interop.staging import staged
 
 MODELING = "modeling_boost.py"
@@ -112,6 +112,7 @@ def _write(opened: Checkpoint, config: TrainConfig, folder: Path, merge: bool, s
             "rank": model.rank,
             "bottleneck_activation": model.bottleneck_activation,
             "crossing": model.crossing,
+            "export_format": EXPORT_FORMAT,
         }
         (folder / MODELING).write_bytes((files("boost.interop") / MODELING).read_bytes())
     (folder / "tokenizer.json").write_bytes(tokenizer)

@@ -21,7 +21,7 @@ from boost.checkpoint.weights import PARAMETER
 from boost.config import ModelSection, TrainConfig
 from boost.data.tokenizer import read_tokenizer, vocabulary_size
 from boost.errors import UserError
-from boost.interop.names import foreign_name, model_fields, shapes
+from boost.interop.names import EXPORT_FORMAT, foreign_name, model_fields, shapes
 from boost.interop.staging import staged
 
 Kind = Literal["llama", "boost", "cola", "cola-m", "loro"]
@@ -276,6 +276,9 @@ def _nothing(config: Mapping[str, Any], weights: Weights, where: str) -> dict[st
 
 
 def _boost_fields(config: Mapping[str, Any], weights: Weights, where: str) -> dict[str, Any]:
+    found = config.get("export_format", EXPORT_FORMAT)
+    if found != EXPORT_FORMAT:
+        raise UserError(where, "export_format is another version's", expected=EXPORT_FORMAT, got=str(found)[:100])
     return {
         "linear": "low_rank",
         "rank": config.get("rank") or weights.shape("model.layers.0.self_attn.q_proj.down.weight")[0],

@@ -7,12 +7,14 @@ With a crossing (LaX, arXiv 2505.21732) a pair also takes up the bottleneck of t
 
     h = act(x A) in layer 0, then h = act(LayerNorm(x A + Gate(h of the layer before))), and y = h B + bias.
 
-A token's bottlenecks take up those of the same token, so nothing of them is cached while generating.
+A token's bottlenecks take up those of the same token, so nothing of them is cached while generating. They are kept by
+thread, not in modules: threads may share a model, and the replicas of nn.DataParallel share what they were copied from.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 GATES = ("identity", "diagonal", "dense", "tensor")
+FORMAT = 1  # of config.json and the weights' names; another one means that this file does not fit the weights
+
+# `latents`: in the forward pass that this thread is in, the newest bottleneck of each kind of linear.
+under_way = threading.local()
 
 
 class BoostConfig(LlamaConfig):
@@ -30,14 +36,25 @@ class BoostConfig(LlamaConfig):
         rank: width of every bottleneck.
         bottleneck_activation: "silu" (CoLA) or "none" (SVD).
         crossing: "none", or the gate of LaX: "identity", "diagonal", "dense" or "tensor".
+        export_format: of the directory; must be `FORMAT`.
     """
 
     model_type = "boost"
     base_model_tp_plan: ClassVar[dict[str, Any]] = {}  # LLaMA's plan names linears that are pairs here
 
     def __init__(
-        self, rank: int = 8, bottleneck_activation: str = "silu", crossing: str = "none", **fields: Any
+        self,
+        rank: int = 8,
+        bottleneck_activation: str = "silu",
+        crossing: str = "none",
+        export_format: int = FORMAT,
+        **fields: Any,
     ) -> None:
+        if export_format != FORMAT:
+            raise ValueError(
+                f"export_format: expected {FORMAT}, got {export_format!r}; this modeling_boost.py ({__file__}) is of "
+                "another version of boost than the directory: install that one, or export again"
+            )
         if bottleneck_activation not in ("silu", "none"):
             raise ValueError(f"bottleneck_activation: expected silu or none, got {bottleneck_activation!r}")
         if crossing not in ("none", *GATES):
@@ -45,6 +62,7 @@ class BoostConfig(LlamaConfig):
         self.rank = rank
         self.bottleneck_activation = bottleneck_activation
         self.crossing = crossing
+        self.export_format = export_format
         super().__init__(**fields)
 
 
@@ -88,34 +106,31 @@ class Pair(nn.Module):
 
     Args:
         linear: whose place it takes.
-        below: the same pair of the layer before, with a crossing.
-        hands_on: whether the layer after has a crossing.
+        name: by which the layer after finds its bottleneck.
+        first: whether it is in layer 0, which takes up nothing.
     """
 
-    def __init__(self, linear: nn.Linear, config: BoostConfig, below: Pair | None, *, hands_on: bool) -> None:
+    def __init__(self, linear: nn.Linear, config: BoostConfig, name: str, *, first: bool) -> None:
         super().__init__()
         self.down = nn.Linear(linear.in_features, config.rank, bias=False)
         self.act = nn.SiLU() if config.bottleneck_activation == "silu" else nn.Identity()
         self.up = nn.Linear(config.rank, linear.out_features, bias=linear.bias is not None)
-        self.crossing = None if below is None else Crossing(config.rank, config.crossing)
-        self.below = [] if below is None else [below]  # in a list, so that it is not part of this module too
-        self.hands_on = hands_on
-        self.h: Tensor | None = None
+        self.name, self.hands_on = name, config.crossing != "none"
+        self.crossing = Crossing(config.rank, config.crossing) if self.hands_on and not first else None
 
     def forward(self, x: Tensor) -> Tensor:
         v = self.down(x)
         if self.crossing is not None:
-            v = self.crossing(v, self.below[0].take())
+            v = self.crossing(v, under_way.latents[self.name])
         h = self.act(v)
         if self.hands_on:
-            self.h = h
+            under_way.latents[self.name] = h
         return self.up(h)
 
-    def take(self) -> Tensor:
-        """The bottleneck of the forward pass under way, once: nothing of a pass outlives it."""
-        h, self.h = self.h, None
-        assert h is not None, "with a crossing, layers run one after the other, each once"
-        return h
+
+def reset(*_: Any) -> None:
+    """Nothing of a forward pass is in the next, or outlives it."""
+    under_way.latents = {}
 
 
 class BoostForCausalLM(LlamaForCausalLM):
@@ -128,13 +143,16 @@ class BoostForCausalLM(LlamaForCausalLM):
         crossing = config.crossing != "none"
         # Recomputing one layer would miss what the layer before has handed on.
         self.supports_gradient_checkpointing = not crossing
-        below: dict[str, Pair] = {}
+        if crossing:
+            self.model.register_forward_pre_hook(reset)
+            self.model.register_forward_hook(reset, always_call=True)
         for number, layer in enumerate(self.model.layers):
-            hands_on = crossing and number + 1 < len(self.model.layers)
             for parent in (layer.self_attn, layer.mlp):
                 for name, child in list(parent.named_children()):
                     if isinstance(child, nn.Linear):
-                        pair = Pair(child, config, below.get(name), hands_on=hands_on)
-                        setattr(parent, name, pair)
-                        if crossing:
-                            below[name] = pair
+                        setattr(parent, name, Pair(child, config, name, first=number == 0))
+
+
+# So that save_pretrained copies this file.
+BoostConfig.register_for_auto_class()
+BoostForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -13,6 +13,7 @@ from boost.errors import UserError
 from boost.model.decoder import Decoder
 from boost.parallel.sharding import described
 
+EXPORT_FORMAT = 1  # `FORMAT` of modeling_boost.py
 LINEARS = {
     **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
     **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},

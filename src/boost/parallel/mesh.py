@@ -53,10 +53,10 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-def choose_device(device: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` to the device of this process (one GPU per local rank)."""
+def choose_device(device: str, field: str = "train.device") -> torch.device:
+    """`auto`, `cpu` or `cuda`, as `field` has it, to the device of this process (one GPU per local rank)."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device", "no CUDA device is visible", expected="cpu or auto", got="cuda")
+        raise UserError(field, "no CUDA device is visible", expected="cpu or auto", got="cuda")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
