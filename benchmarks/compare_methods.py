@@ -29,7 +29,7 @@ import torch
 
 from boost.config import TrainConfig
 from boost.model import costs
-from boost.model.decoder import Decoder
+from boost.model.decoder import outline
 
 STEPS, BATCH, SEEDS, SPREAD = 320, 2, (0, 1, 2), (0.5, 1.0, 2.0)
 NUMERICS = 4  # boost's exit code where a number is not finite
@@ -258,8 +258,7 @@ def summarised(
 ) -> dict[str, Any]:
     """One line of the table."""
     model = configuration(name, METHODS[name].settings(STEPS), base).model
-    with torch.device("meta"):
-        trainable = sum(parameter.numel() for parameter in Decoder(model).parameters() if parameter.requires_grad)
+    trainable = sum(parameter.numel() for parameter in outline(model).parameters() if parameter.requires_grad)
     values = [bits_per_byte(row) for row in rows]
     return {
         "method": name,

@@ -6,12 +6,12 @@ import math
 import time
 
 import pytest
-import torch
 
 from boost.config import TrainConfig, preset_names
 from boost.model import costs
-from boost.model.decoder import Decoder
-from boost.parallel.sharding import canonical_names
+from boost.model.decoder import Decoder, outline
+from boost.parallel.sharding import canonical_names, described
+from tests.models import model_section
 
 # Millions, as printed in the CoLA, LORO and GaLore tables and logs.
 SIZES = ("60m", "130m", "350m", "1b", "7b")
@@ -29,11 +29,8 @@ GATES_MILLIONS = dict(zip(SIZES, ("0.028", "0.079", "0.165", "0.371", "0.889"), 
 def test_preset_has_its_published_size(name: str) -> None:
     """Built on the meta device in seconds; the tensors it names add up to `costs.parameters` and the printed figure."""
     model = TrainConfig.load(name).model
-    if model.linear == "sltrain":
-        model = model.model_copy(update={"layers": 1})  # supports are drawn even here, and 7B has 300 million places
     begin = time.perf_counter()
-    with torch.device("meta"):
-        decoder = Decoder(model)
+    decoder = outline(model)
     assert time.perf_counter() - begin < 5
     assert all(parameter.is_meta for parameter in decoder.parameters())
     total = sum(math.prod(shape) for shape in canonical_names(decoder).values())
@@ -41,6 +38,15 @@ def test_preset_has_its_published_size(name: str) -> None:
     assert total == costs.parameters(model)
     if name in PUBLISHED_MILLIONS:
         assert f"{total / 1e6:.2f}" == PUBLISHED_MILLIONS[name]
+
+
+@pytest.mark.parametrize("support", ["uniform", "block_diagonal"])
+def test_an_outline_has_the_names_and_no_positions(support: str) -> None:
+    model = model_section(linear="sltrain", sparse_support=support, sparse_blocks=4, sparse_density=0.2)
+    assert canonical_names(outline(model)) == canonical_names(Decoder(model))
+    supports = [part.support for _, parts in described(outline(model)) for part in parts if part.support]
+    assert len(supports) == 7 * model.layers
+    assert all(support.positions.is_meta for support in supports)
 
 
 def test_every_published_figure_has_a_preset() -> None:

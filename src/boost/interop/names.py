@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from boost.config import ModelSection
 from boost.errors import UserError
-from boost.model.decoder import Decoder
-from boost.parallel.sharding import described
+from boost.model.decoder import outline
+from boost.parallel.sharding import canonical_names
 
 EXPORT_FORMAT = 1  # `FORMAT` of modeling_boost.py
 LINEARS = {
@@ -36,9 +34,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 def shapes(model: ModelSection) -> dict[str, tuple[int, ...]]:
     """Canonical name to unsharded shape of every parameter."""
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    return {part.name: part.shape for _, parts in described(decoder) for part in parts}
+    return canonical_names(outline(model))
 
 
 def foreign_name(name: str, *, low_rank: bool) -> str:

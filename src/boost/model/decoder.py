@@ -29,7 +29,7 @@ from boost.model.embedding import HiddenShardedEmbedding, VocabShardedTable
 from boost.model.loss import chunk_tokens, head_loss
 from boost.model.norm import Gain
 from boost.model.rope import rope_tables
-from boost.model.sparse import Supports, drawn
+from boost.model.sparse import Supports, drawn, unplaced
 from boost.parallel.collectives import gather_last, sum_backward
 from boost.parallel.interleave import interleave
 from boost.parallel.mesh import Group
@@ -229,3 +229,9 @@ class Decoder(nn.Module):
             samples=samples,
             lora_dropout=lora_dropout,
         )
+
+
+def outline(model: ModelSection) -> Decoder:
+    """The whole model on the meta device, for its names and shapes: no memory, and no support is drawn."""
+    with torch.device("meta"):
+        return Decoder(model, supports=unplaced(model))

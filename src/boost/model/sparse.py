@@ -57,6 +57,11 @@ def drawn(model: ModelSection, seed: int) -> Supports:
     return draw
 
 
+def unplaced(model: ModelSection) -> Supports:
+    """Supports of which only the sizes are known, on the meta device: nothing is drawn. At tp = 1 alone."""
+    return lambda linear: torch.empty(entries(model, linear), dtype=torch.int64, device="meta")
+
+
 def _distinct(count: int, chosen: int, generator: torch.Generator) -> Tensor:
     """That many different numbers below `count`, ascending; every set of them is equally likely."""
     if 2 * chosen > count:
@@ -96,24 +101,25 @@ class Sparse(Sharded):
     ) -> None:
         super().__init__()
         self.linears, self.tp = tuple(linears), tp
-        self.couples = model.sparse_support == "uniform"
-        share, blocks = padded_share(linears[0].d_in, tp), 1 if self.couples else model.sparse_blocks // tp.size
-        width = share * tp.size if self.couples else share // blocks
-        first_column = 0 if self.couples else tp.rank * share
+        self.uniform = model.sparse_support == "uniform"
+        share, blocks = padded_share(linears[0].d_in, tp), 1 if self.uniform else model.sparse_blocks // tp.size
+        width = share * tp.size if self.uniform else share // blocks
+        first_column = 0 if self.uniform else tp.rank * share
         self.heights = [padded_share(linear.d_out, tp) // blocks for linear in linears]
-        self.shape = (blocks, sum(self.heights), width)
-        self.supports, self.shapes, places, above = [], [], [], 0
+        self.dense_shape = (blocks, sum(self.heights), width)
+        self.supports, self.counts, places, above = [], [], [], 0
         for linear, height in zip(linears, self.heights, strict=True):
             positions = supports(linear).long()
             first_row = tp.rank * blocks * height
-            start, stop = torch.searchsorted(
-                positions, positions.new_tensor([first_row, first_row + blocks * height]) * linear.d_in
-            ).tolist()
+            start, stop = 0, len(positions)
+            if tp.size > 1:
+                bounds = positions.new_tensor([first_row, first_row + blocks * height]) * linear.d_in
+                start, stop = torch.searchsorted(positions, bounds).tolist()
             mine = positions[start:stop]
             row, column = mine // linear.d_in - first_row, mine % linear.d_in - first_column
-            places.append((row // height * self.shape[1] + above + row % height) * width + column % width)
+            places.append((row // height * self.dense_shape[1] + above + row % height) * width + column % width)
             self.supports.append(Support(_small(mine, linear.d_out * linear.d_in), start))
-            self.shapes.append(tuple(positions.shape))
+            self.counts.append(len(positions))
             above += height
         # Not a buffer: it is no part of the state, and stays where memory without values is allocated for that.
         self.places = _small(torch.cat(places), blocks * above * width)
@@ -121,21 +127,23 @@ class Sparse(Sharded):
 
     def parts(self) -> dict[str, tuple[Part, ...]]:
         found, start = [], 0
-        for linear, shape, support in zip(self.linears, self.shapes, self.supports, strict=True):
+        for linear, count, support in zip(self.linears, self.counts, self.supports, strict=True):
             stop = start + len(support.positions)
             init = Init("uniform", linear.d_in**-0.5)
-            found.append(Part(values_name(linear), shape, init, split=0, index=(slice(start, stop),), support=support))
+            found.append(
+                Part(values_name(linear), (count,), init, split=0, index=(slice(start, stop),), support=support)
+            )
             start = stop
         return {"values": tuple(found)}
 
     def forward(self, x_Ti: Tensor, queue: WeightGradQueue | None = None) -> list[Tensor]:
         """Where uniform one all-gather of x, and in backward a reduce-scatter of its gradient."""
-        if self.couples:
+        if self.uniform:
             x_Ti = gather_last(x_Ti, self.tp, queue)
         if self.places.device != x_Ti.device:
             self.places = self.places.to(x_Ti.device)
-        x_TGi = x_Ti.unflatten(-1, (self.shape[0], -1))
-        y_GTO = sparse_matmul(x_TGi, self.values, self.places, self.shape, queue)
+        x_TGi = x_Ti.unflatten(-1, (self.dense_shape[0], -1))
+        y_GTO = sparse_matmul(x_TGi, self.values, self.places, self.dense_shape, queue)
         return [y_GTo.transpose(0, 1).flatten(1) for y_GTo in y_GTO.split(self.heights, dim=-1)]
 
 

@@ -20,7 +20,7 @@ from boost.data.dataset import Dataset, open_dataset
 from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
-from boost.model.decoder import Decoder
+from boost.model.decoder import Decoder, outline
 from boost.model.relora import factor_names
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
@@ -254,8 +254,7 @@ def restore(
             count_since_restart(model, optimizer, step, config.optimizer.restart_every)
         logger.info("resuming from %s", source.path)
         return step
-    with torch.device("meta"):
-        whole = Decoder(config.model)
+    whole = outline(config.model)
     # A full-rank warm start has no factors yet: they stay as they were drawn.
     fresh = factor_names(whole) if saved_config(source).model.linear == "dense" else frozenset()
     load_weights(source, model, mesh.tp, cast=True, whole=whole, fresh=fresh)
