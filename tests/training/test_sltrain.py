@@ -116,21 +116,28 @@ def test_weights_bring_their_supports(sltrain: Settings, tmp_path: Path) -> None
         Decoder(model, supports=saved_supports(before, model))
 
 
-def test_a_support_from_elsewhere_loads(sltrain: Settings, tmp_path: Path) -> None:
-    """Positions that we would not draw, saved in the published order: ascending, row by row."""
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_support_from_elsewhere_loads(
+    sltrain: Settings, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions that we would not draw, saved in the published order: ascending, row by row. None is drawn then."""
     config = in_directory(sltrain, tmp_path, "run", train__steps=0)
     run(config)
     opened = open_checkpoint(config.run.dir)
     tensors = {(name, kind): opened.tensor(name, kind) for kind, name in opened.tensors}
-    foreign = torch.arange(len(tensors[VALUES, SUPPORT]), dtype=torch.int32)
+    foreign = torch.arange(len(tensors[VALUES, SUPPORT]), dtype=dtype)
     tensors[VALUES, SUPPORT] = foreign
     slices = [
         Slice(name, kind, tuple(value.shape), (0,) * value.dim(), value) for (name, kind), value in tensors.items()
     ]
     files = {name: opened.read_file(name) for name in ("config.yaml", "tokenizer.json")}
     save(tmp_path / "elsewhere", 0, slices, opened.state, files=files)
+    monkeypatch.delattr("boost.model.sparse.generator_of")
     model = boost.load_model(tmp_path / "elsewhere")
     check_supports(open_checkpoint(tmp_path / "elsewhere"), model, Group())
-    again = in_directory(sltrain, tmp_path, "again", run__init_from=str(tmp_path / "elsewhere"), parallel__tp=2)
-    run(again)
-    assert torch.equal(open_checkpoint(again.run.dir).tensor(VALUES, SUPPORT), foreign)
+    for tp in (1, 2):
+        again = in_directory(
+            sltrain, tmp_path, f"again-{tp}", run__init_from=str(tmp_path / "elsewhere"), parallel__tp=tp
+        )
+        run(again)
+        assert torch.equal(open_checkpoint(again.run.dir).tensor(VALUES, SUPPORT), foreign.int())
