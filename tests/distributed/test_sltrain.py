@@ -139,22 +139,23 @@ def test_layouts_equal_plain_torch(tp: int) -> None:
             assert error <= TOLERANCE, (case, error)
 
 
-# pp, dp, tp, ZeRO stage, and more fields of `parallel`.
-SPREAD: list[tuple[str, tuple[int, int, int], int, dict[str, Any]]] = [
-    ("uniform", (2, 1, 2), 0, {}),
-    ("block_diagonal", (2, 1, 2), 0, {"pipeline_schedule": "zero_bubble"}),
-    ("block_diagonal", (2, 2, 1), 2, {"norm": "sync"}),
-    ("uniform", (1, 2, 2), 0, {"group_linears": False}),
-    ("uniform", (1, 2, 2), 1, {"overlap": "weight_grads"}),
-    ("block_diagonal", (1, 2, 2), 2, {}),
-    ("uniform", (1, 2, 2), 3, {}),
-    ("block_diagonal", (1, 4, 1), 3, {"overlap": "weight_grads", "dp_replicate": 2}),
+# pp, dp, tp, ZeRO stage, overlap (which does nothing at tp = 1), and more fields of `parallel`.
+SPREAD: list[tuple[str, tuple[int, int, int], int, str, dict[str, Any]]] = [
+    ("uniform", (2, 1, 2), 0, "weight_grads", {}),
+    ("block_diagonal", (2, 1, 2), 0, "none", {"pipeline_schedule": "zero_bubble"}),
+    ("block_diagonal", (2, 2, 1), 2, "none", {"norm": "sync"}),
+    ("uniform", (1, 2, 2), 0, "none", {"group_linears": False}),
+    ("uniform", (1, 2, 2), 1, "weight_grads", {"group_linears": False}),
+    ("block_diagonal", (1, 2, 2), 2, "none", {}),
+    ("uniform", (1, 2, 2), 3, "none", {}),
+    ("block_diagonal", (1, 2, 2), 3, "weight_grads", {}),
+    ("block_diagonal", (1, 4, 1), 3, "none", {"dp_replicate": 2}),
 ]
 
 
 def spread(mesh: Mesh) -> list[tuple[Any, float]]:
     out = []
-    for number, (support, (pp, dp, tp), zero, options) in enumerate(SPREAD):
+    for number, (support, (pp, dp, tp), zero, overlap, options) in enumerate(SPREAD):
         model, weights, (ids, labels, _, gradients) = prepared(support, number % 2 == 1)
         config = TrainConfig.from_dict(
             {
@@ -167,7 +168,7 @@ def spread(mesh: Mesh) -> list[tuple[Any, float]]:
                     "micro_batch_size": 1,
                     "recompute": "block" if zero == 3 else "none",
                 },
-                "parallel": {"pp": pp, "dp": dp, "tp": tp, "zero": zero, **options},
+                "parallel": {"pp": pp, "dp": dp, "tp": tp, "zero": zero, "overlap": overlap, **options},
             }
         )
         grid = meshes.build(pp, dp, tp, torch.device("cpu"), 60, config.parallel.shards)
@@ -182,7 +183,7 @@ def spread(mesh: Mesh) -> list[tuple[Any, float]]:
             decoder.join_twins()  # type: ignore[operator]
         found = tensors(decoder, gradients=True, tp=grid.tp, shards=grid.shards)
         error, name = worst(found, {name: gradients[name] for name in found})
-        out.append(((support, pp, dp, tp, zero, name), error))
+        out.append(((support, pp, dp, tp, zero, overlap, name), error))
     return out
 
 
@@ -230,8 +231,8 @@ def counted(mesh: Mesh) -> dict[Any, tuple[Counter, Counter]]:
 
 
 def test_collectives_are_those_stated() -> None:
-    """Bridges of 7 r both ways, with the statistic of the norms in forward and its gradient in backward; and uniform
-    supports add four all-gathers forward and four reduce-scatters backward, of d, Q, d and d_ff."""
+    """Bridges of 7 r both ways, with the norm's statistic in forward, and in backward the gradient of one 1/rms per
+    norm; and uniform supports add four all-gathers forward and four reduce-scatters backward, of d, Q, d and d_ff."""
     first, second = run_ranks(TP, counted)
     assert first == second
     assert len(first) == 10
@@ -240,8 +241,10 @@ def test_collectives_are_those_stated() -> None:
         for way, gather in zip(ways, ("all_gather", "reduce_scatter"), strict=True):
             statistic = 0 if norm == "sync" else 2 * TP if width == 2 else 1
             behind_norms, others = ((3, 2), (1, 1)) if grouped else ((1,) * 5, (1, 1))
-            expected = Counter(("all_reduce", (n * R + statistic) * TOKENS) for n in behind_norms)
-            expected += Counter(("all_reduce", n * R * TOKENS) for n in others)
+            # Ungrouped, q and gate carry the gradient of their norm's 1/rms for k, v and up as well.
+            alone = 3 if gather == "reduce_scatter" and not grouped else 0
+            expected = Counter(("all_reduce", (n * R + statistic) * TOKENS) for n in behind_norms[alone:])
+            expected += Counter(("all_reduce", n * R * TOKENS) for n in (*behind_norms[:alone], *others))
             if norm == "sync":
                 expected["all_reduce", TOKENS] += 2
             if support == "uniform":
@@ -334,12 +337,31 @@ def test_values_and_factors_start_as_published() -> None:
     assert not decayed["blocks.0.mlp.up.bias"]
 
 
-def test_bf16_is_near_fp64() -> None:
-    """The same weights computed in bf16: the loss within 1e-2, and the gradients as near as low_rank's are."""
-    model, weights, (ids, labels, loss, gradients) = prepared("uniform", False)
-    decoder = build(model, dtype=torch.bfloat16, seed=SEED)
-    load(decoder, weights)
-    found, found_gradients = loss_and_gradients(decoder, ids, labels)
-    assert distance(found, loss) < 1e-2
-    error, name = worst(found_gradients, gradients)
-    assert error < 0.1, name
+def in_bf16(mesh: Mesh) -> dict[Any, tuple[float, dict[str, float]]]:
+    """How far the loss and each gradient in bf16 are from plain torch in fp64."""
+    out = {}
+    for support, norm, grouped in itertools.product(("uniform", "block_diagonal"), ("online", "sync"), (True, False)):
+        model, weights, (ids, labels, loss, gradients) = prepared(support, False)
+        parallel = ParallelSection(tp=mesh.tp.size, norm=norm, group_linears=grouped)  # type: ignore[arg-type]
+        decoder = build(model, parallel, mesh.tp, torch.bfloat16, SEED)
+        load(decoder, weights)
+        found, found_gradients = loss_and_gradients(decoder, ids, labels)
+        errors = {name: distance(found_gradients[name], gradients[name]) for name in gradients}
+        out[support, norm, grouped] = distance(found, loss), errors
+    return out
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bf16_is_near_fp64(tp: int) -> None:
+    """The same weights computed in bf16, in one process and over two.
+
+    A gradient's path has some 16 roundings in each of four sublayers, and as many back: 128 of at most 2^-8, which add
+    up as the root of their number where they are independent. The worst tensor may have twice that, for norms and
+    attention amplify. The loss is a mean over 40 tokens.
+    """
+    bound = 128**0.5 * 2**-8
+    for result in [in_bf16(Mesh())] if tp == 1 else run_ranks(tp, in_bf16):
+        assert len(result) == 8
+        for case, (loss, errors) in result.items():
+            assert loss < 1e-2, case
+            assert max(errors.values()) < 2 * bound, (case, max(errors, key=errors.__getitem__))

@@ -67,19 +67,21 @@ class PairsPlusSparse(nn.Module):
 
     def behind_norm(self, x_Td: Tensor, gain: Gain, context: Context) -> list[Tensor]:
         """The linears of x / rms(x) * gain, with the norm online."""
-        bridge, latents, inverses = self.bridge, [], []
+        bridge, latents, inverse_T1 = self.bridge, list[Latent](), None
         for down in self.pairs.downs:
             product_TR, norm_T = norm_down(x_Td, gain.weight, down.weight, context.queue)
             total_TR, squares_T = bridge.sum(Partial(product_TR, norm_T))
             assert squares_T is not None
             z_TR = divide_by_rms(total_TR, squares_T, bridge.hidden_size, bridge.eps)
-            inverse_T = torch.rsqrt(squares_T / bridge.hidden_size + bridge.eps)
-            h_TR, inverse_T = spread_online(self.scaled(z_TR), inverse_T, bridge.tp, context.queue)
-            latents.append(Latent(h_TR, z_TR, self.scaled))
-            inverses.append(inverse_T)
+            if inverse_T1 is None:
+                # One for all: every bridge of this norm has the same number.
+                inverse_T = torch.rsqrt(squares_T / bridge.hidden_size + bridge.eps)
+                h_TR, inverse_T = spread_online(self.scaled(z_TR), inverse_T, bridge.tp, context.queue)
+                latents.append(Latent(h_TR, z_TR, self.scaled))
+                inverse_T1 = inverse_T.unsqueeze(-1)
+            else:
+                latents.append(bridge.spread(z_TR, self.scaled, context.tokens, context.queue, thrifty=False))
         raw = self.sparse(x_Td * gain.weight.to(x_Td.dtype), context.queue)
-        # All of them are the same number.
-        inverse_T1 = inverses[0].unsqueeze(-1)
         return self.add(latents, [(y_To * inverse_T1).to(x_Td.dtype) for y_To in raw], context)
 
     def add(self, latents: Sequence[Latent], sparse: Sequence[Tensor], context: Context) -> list[Tensor]:
