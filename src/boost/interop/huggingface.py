@@ -1,8 +1,8 @@
 """Export to a Hugging Face directory, which loads where `boost` is not installed.
 
 Dense models become transformers' own LLaMA. Low-rank ones come with a modelling file that puts pairs in place of its
-linears; without an activation between A and B the two can also be multiplied, which gives a LLaMA again. SLTrain's are
-always merged: A, B and the sparse part are one matrix.
+linears; without an activation between A and B the two can also be multiplied, which gives a LLaMA again. SLTrain's and
+ReLoRA's are always merged: A, B and the sparse part, or the frozen matrix, are one matrix.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ def _write(opened: Checkpoint, config: TrainConfig, folder: Path, merge: bool, s
     _write_json(folder / "config.json", described)
     _write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(loaded, config.train.sequence_length))
-    tensors = _merged(opened, model) if model.linear == "relora" else _tensors(opened, model, merge)
-    _write_weights(tensors, folder, shard_bytes)
+    _write_weights(_tensors(opened, model, merge), folder, shard_bytes)
     return stock
 
 
@@ -136,31 +135,28 @@ def _tokenizer_config(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
 
 
 def _tensors(opened: Checkpoint, model: ModelSection, merge: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    low_rank = model.linear == "low_rank"
-    for name in shapes(model):
-        if merge and name.endswith((".down.weight", ".sparse.values")):
-            continue
-        tensor = opened.tensor(name)
-        if merge and name.endswith(".up.weight"):
-            prefix = name.removesuffix(".up.weight")
-            product = tensor.double() @ opened.tensor(f"{prefix}.down.weight").double()
-            if model.linear == "sltrain":
-                product *= model.lora_alpha / (model.rank or 1)
-                positions = opened.tensor(f"{prefix}.sparse.values", SUPPORT).long()
-                product.view(-1)[positions] += opened.tensor(f"{prefix}.sparse.values").double()
-            tensor, name = product.to(tensor.dtype), f"{prefix}.weight"
-        yield foreign_name(name, low_rank=low_rank and not merge), tensor.contiguous()
+    """Every tensor under its foreign name; with `merge` those of the dense model that computes the same."""
+    written = model.model_copy(update={"linear": "dense", "rank": None}) if merge else model
+    for name in shapes(written):
+        prefix = name.removesuffix(".weight")
+        factored = merge and (PARAMETER, f"{prefix}.up.weight") in opened.tensors
+        tensor = _merged(opened, model, prefix) if factored else opened.tensor(name)
+        yield foreign_name(name, low_rank=written.linear == "low_rank"), tensor.contiguous()
 
 
-def _merged(opened: Checkpoint, model: ModelSection) -> Iterator[tuple[str, torch.Tensor]]:
-    """ReLoRA's matrices with what their pairs add, in fp64, and all else."""
+def _merged(opened: Checkpoint, model: ModelSection, prefix: str) -> torch.Tensor:
+    """The matrix of one linear: its pair's product and what stands beside it, in fp64, then rounded to their type."""
     assert model.rank is not None
-    for name in shapes(model.model_copy(update={"linear": "dense", "rank": None})):
-        tensor, prefix = opened.tensor(name), name.removesuffix(".weight")
-        if (PARAMETER, f"{prefix}.up.weight") in opened.tensors:
-            up, down = (opened.tensor(f"{prefix}.{factor}.weight").double() for factor in ("up", "down"))
-            tensor = (tensor.double() + model.lora_alpha / model.rank * up @ down).to(tensor.dtype)
-        yield foreign_name(name, low_rank=False), tensor.contiguous()
+    up, down = opened.tensor(f"{prefix}.up.weight"), opened.tensor(f"{prefix}.down.weight")
+    whole = up.double() @ down.double()
+    if model.linear != "low_rank":
+        whole *= model.lora_alpha / model.rank
+    if model.linear == "relora":
+        whole += opened.tensor(f"{prefix}.weight").double()
+    if model.linear == "sltrain":
+        positions = opened.tensor(f"{prefix}.sparse.values", SUPPORT).long()
+        whole.view(-1)[positions] += opened.tensor(f"{prefix}.sparse.values").double()
+    return whole.to(up.dtype)
 
 
 def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
