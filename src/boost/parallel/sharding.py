@@ -34,7 +34,8 @@ class Support:
     """Which entries of a sparse matrix the values on one tp rank are.
 
     Attributes:
-        positions: theirs in the whole matrix, row by row: ascending, int32 or int64 [n], on the host.
+        positions: theirs in the whole matrix, row by row: ascending, int32 or int64 [n], on the host (on meta where
+            only names and shapes are asked for).
         start: how many entries the ranks before hold.
     """
 
