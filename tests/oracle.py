@@ -18,12 +18,14 @@ def plain_loss(
     ids: Tensor,
     labels: Tensor,
     linear: Callable[[Tensor, int, str], Tensor],
+    drop: Callable[[Tensor, int, str], Tensor] = lambda x, layer, site: x,
 ) -> Tensor:
     """Mean loss over the labels that count, in fp64.
 
     Args:
         p: canonical tensors outside of the linears.
         linear: of an input, a layer and a name such as `attention.q`.
+        drop: of a branch's output, a layer and `attention` or `mlp`.
     """
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -45,9 +47,9 @@ def plain_loss(
         k = rotate(heads(linear(y, layer, "attention.k"), model.kv_heads))
         v = heads(linear(y, layer, "attention.v"), model.kv_heads)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + linear(y.transpose(1, 2).flatten(-2), layer, "attention.o")
+        x = x + drop(linear(y.transpose(1, 2).flatten(-2), layer, "attention.o"), layer, "attention")
         y = norm(x, f"blocks.{layer}.mlp.norm")
         up = linear(y, layer, "mlp.up")
-        x = x + linear(F.silu(linear(y, layer, "mlp.gate")) * up, layer, "mlp.down")
+        x = x + drop(linear(F.silu(linear(y, layer, "mlp.gate")) * up, layer, "mlp.down"), layer, "mlp")
     logits = F.linear(norm(x, "norm"), p["embedding.weight" if model.tie_embeddings else "head.weight"])
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

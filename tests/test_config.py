@@ -465,7 +465,6 @@ def test_relora_goes_with_every_zero_stage_and_schedule_of_a_pipeline() -> None:
 @pytest.mark.parametrize(
     ("field", "reason", "sections"),
     [
-        ("parallel.tensor_layout", "frozen matrices are wide", {"parallel": {"tensor_layout": "btp"}}),
         ("parallel.tensor_layout", "frozen matrices are wide", {"parallel": {"tensor_layout": "vanilla"}}),
         ("parallel.sequence_parallel", "for dense models", {"parallel": {"sequence_parallel": True}}),
         ("parallel.overlap", "the bridges of BTP", {"parallel": {"overlap": "split_batch"}}),
@@ -775,6 +774,7 @@ def test_keys_that_are_no_names_are_unknown(write: Write) -> None:
 def test_what_is_written_is_read_back_equal(write: Write, sections: dict[str, Any]) -> None:
     written = config(**sections)
     assert TrainConfig.load(write(written.to_yaml())) == written
+    assert TrainConfig.from_dict(written.model_dump()) == written
 
 
 def test_from_dict_leaves_its_argument_alone() -> None:

@@ -329,10 +329,7 @@ class TrainConfig(_Section):
 
     def to_yaml(self) -> str:
         """The resolved configuration, which `load` reads back equal."""
-        content = self.model_dump(mode="json")
-        if self.model.linear == "relora":
-            del content["parallel"]["tensor_layout"]  # which no one chose, and no one can
-        return dump_yaml(content)
+        return dump_yaml(self.model_dump(mode="json"))
 
     @property
     def layout(self) -> Literal["dense", "btp", "vanilla", "vanilla_sharded_heads"]:

@@ -230,7 +230,7 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
     if train.compile and config.model.dropout:
         yield Violation(
             ("train.compile", "model.dropout"),
-            "dropout masks are drawn by the host, which compiled code cannot do",
+            "what is compiled has no dropout masks in it",
             expected="false, or model.dropout = 0",
             got="true",
         )

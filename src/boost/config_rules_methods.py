@@ -55,7 +55,7 @@ def relora_rules(config: TrainConfig) -> Iterator[Violation]:
                 ("model.lora_dropout", "model.linear"), "is for relora", expected="0", got=model.lora_dropout
             )
         return
-    if "tensor_layout" in config.parallel.model_fields_set:
+    if config.parallel.tensor_layout != "btp":
         yield Violation(
             ("parallel.tensor_layout", "model.linear"),
             "chooses where a rank-wide tensor is all-reduced, and ReLoRA's frozen matrices are wide: it is always "

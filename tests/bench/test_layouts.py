@@ -201,6 +201,16 @@ def test_unknown_link_is_refused(rate: str) -> None:
         layouts.bench_layouts(tiny_config(tp=TP), link=rate)
 
 
+@pytest.mark.parametrize("linear", ["dense", "sltrain", "relora"])
+def test_only_low_rank_models_have_layouts_to_compare(linear: str) -> None:
+    changes = [f"model.linear={linear}", *(["model.rank=null"] if linear == "dense" else [])]
+    config = TrainConfig.load("bench-1024", [*tiny_overrides(tp=TP), *changes])
+    with pytest.raises(UserError) as refused:
+        layouts.bench_layouts(config, link="none", rounds=1)
+    assert str(refused.value) == f"model.linear: has no layouts to compare (expected low_rank, got {linear})"
+    assert refused.value.exit_code == 2
+
+
 # --- Links ---
 
 

@@ -29,11 +29,12 @@ def decoder(
     crossing: str = "none",
     **options: Any,
 ) -> Decoder:
-    linear = "dense" if layout == "dense" else "low_rank"
+    linear = layout if layout in ("dense", "relora") else "low_rank"
     rank = {} if linear == "dense" else {"rank": R}
+    more = {"lora_dropout": 0.2} if linear == "relora" else {}
     sizes = {"layers": layers, "hidden_size": D, "ffn_size": F, "head_size": 8, **rank}
-    model = model_section(linear=linear, dropout=0.1, crossing=crossing, **sizes)
-    parallel = ParallelSection(tp=mesh.tp.size, tensor_layout="btp" if layout == "dense" else layout)
+    model = model_section(linear=linear, dropout=0.1, crossing=crossing, **sizes, **more)
+    parallel = ParallelSection(tp=mesh.tp.size, tensor_layout=layout if linear == "low_rank" else "btp")
     out = Decoder(model, parallel, mesh.tp, dtype=dtype, seed=1, queue=WeightGradQueue() if queue else None, **options)
     initialize(out, 1, mesh.tp)
     return out
@@ -81,6 +82,7 @@ def test_btp_gradients_are_identical(recompute: str, queue: bool, dtype: torch.d
         ("vanilla_sharded_heads", "latent"),
         ("vanilla_sharded_heads", "block"),
         ("dense", "block"),
+        ("relora", "block"),
     ],
 )
 def test_baselines_recompute_too(layout: str, recompute: str) -> None:
@@ -93,17 +95,20 @@ def test_baselines_recompute_too(layout: str, recompute: str) -> None:
             assert result["elements"] == 2 * 33 * (4 * D + 2 * F)
 
 
-def kept(mesh: Mesh, recompute: str, layers: int, dtype: torch.dtype, crossing: str) -> int:
-    model = decoder(mesh, "btp", dtype, layers, crossing=crossing, recompute=recompute).eval()
+def kept(mesh: Mesh, layers: int, recompute: str, dtype: torch.dtype, crossing: str, layout: str, train: bool) -> int:
+    model = decoder(mesh, layout, dtype, layers, crossing=crossing, recompute=recompute).train(train)
     ids, labels = tokens(model.model, batch=4, sequence=64)
     with track_storages() as tracker:
-        loss = model.loss(ids, labels)
+        loss = model.loss(ids, labels, samples=range(4))
     assert loss.requires_grad
     return tracker.live_bytes(excluding=model.parameters())
 
 
-def kept_per_token_and_block(mesh: Mesh, recompute: str, dtype: torch.dtype, crossing: str = "none") -> float:
-    return (kept(mesh, recompute, 5, dtype, crossing) - kept(mesh, recompute, 3, dtype, crossing)) / 2 / 256
+def kept_per_token_and_block(
+    mesh: Mesh, recompute: str, dtype: torch.dtype, crossing: str = "none", layout: str = "btp", train: bool = False
+) -> float:
+    more, fewer = (kept(mesh, layers, recompute, dtype, crossing, layout, train) for layers in (5, 3))
+    return (more - fewer) / 2 / 256
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,3 +122,10 @@ def test_latent_recomputation_keeps_latents_and_the_residual_shard(dtype: torch.
         assert mine == D // 2 * size
     for mine in run_ranks(2, kept_per_token_and_block, "none", dtype):
         assert mine > 2 * (7 * R + D) * size
+
+
+@pytest.mark.parametrize("layout", ["btp", "relora"])
+def test_recomputed_blocks_keep_no_dropout_mask(layout: str) -> None:
+    """A block's input in training as well, where ReLoRA drops what its factors read too."""
+    for mine in run_ranks(2, kept_per_token_and_block, "block", torch.float32, "none", layout, True):
+        assert mine == (D // 2 if layout == "btp" else D) * 4

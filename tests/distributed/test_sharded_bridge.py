@@ -54,8 +54,7 @@ def compare(
     for case in CASES:
         model = model_section(**case)
         weights = perturbed(tensors(build(model)))
-        # Masks are of shards, so with dropout the reference has the same tp.
-        reference = build(model, tp=mesh.tp if model.dropout else None)
+        reference = build(model)
         load(reference, weights)
         mine = sharded(mesh, model, torch.float64, grouped, recompute, queue)
         load(mine, weights)

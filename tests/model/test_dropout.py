@@ -1,9 +1,9 @@
-"""Dropout: masks are functions of where they are applied (seed, sample, layer, site, shard) and of nothing else."""
+"""Dropout: masks are functions of where they are applied (seed, sample, layer, site, column) and of nothing else."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from boost.config import ModelSection, ParallelSection
 from boost.model.context import Context
-from boost.model.decoder import Decoder
 from boost.parallel.mesh import Mesh
 from tests.distributed.harness import run_ranks
-from tests.models import build, distance, model_section, tokens
+from tests.models import build, distance, loss_and_gradients, model_section, tokens, worst
 
 RATE = 0.25
 LAYOUTS = ["dense", "vanilla", "vanilla_sharded_heads", "btp"]
@@ -22,15 +21,15 @@ LAYOUTS = ["dense", "vanilla", "vanilla_sharded_heads", "btp"]
 
 def context(samples: list[int], sequence: int = 5, seed: int = 1, rate: float = RATE) -> Context:
     empty = torch.empty(0)
-    return Context(len(samples), sequence, empty, empty, None, rate, seed, samples)
+    return Context(len(samples), sequence, empty, empty, None, rate, seed, torch.tensor(samples))
 
 
 def mask(
-    samples: list[int], layer: int = 0, site: str = "mlp", shard: int | None = None, *, width: int = 64, seed: int = 1
+    samples: list[int], layer: int = 0, site: str = "mlp", first: int = 0, *, width: int = 64, seed: int = 1
 ) -> Tensor:
     """What dropout makes of ones, [tokens, width]."""
     c = context(samples, seed=seed)
-    return c.drop(torch.ones(len(samples) * c.sequence, width), layer, site, shard)
+    return c.drop(torch.ones(len(samples) * c.sequence, width), RATE, layer, site, first)
 
 
 def model(layout: str, rate: float = RATE) -> tuple[ModelSection, ParallelSection]:
@@ -48,12 +47,55 @@ def test_a_mask_repeats_whatever_the_generators_state() -> None:
 
 
 def test_every_place_has_its_own_mask() -> None:
-    """Masks differ by seed, sample, layer, site and shard, in about 2 p (1 - p) of the elements, as if independent."""
-    places = list(itertools.product((1, 2), (7, 71), (0, 1), ("attention", "mlp"), (None, 0, 1)))
-    masks = [mask([sample], layer, site, shard, seed=seed) > 0 for seed, sample, layer, site, shard in places]
+    """Masks of other seeds, samples, layers, sites and columns are uncorrelated, within 5 standard deviations."""
+    places = list(itertools.product((1, 2), (7, 8, 71), (0, 1), ("attention", "mlp"), (0, 512)))
+    masks = [
+        mask([sample], layer, site, first, width=512, seed=seed) > 0 for seed, sample, layer, site, first in places
+    ]
     for one, other in itertools.combinations(range(len(places)), 2):
-        share = float((masks[one] != masks[other]).float().mean())
-        assert abs(share - 2 * RATE * (1 - RATE)) < 0.15, (places[one], places[other])
+        assert correlation(masks[one], masks[other]) < 5, (places[one], places[other])
+
+
+def test_neighbours_are_independent() -> None:
+    """So are a mask's own columns and positions, near and far."""
+    kept = mask(list(range(100, 108)), width=1000) > 0
+    for shift in (1, 2, 3, 5, 16, 40, 64, 500):
+        assert correlation(kept[:, shift:], kept[:, :-shift]) < 5, shift
+    for shift in (1, 2, 3, 5, 10, 20):
+        assert correlation(kept[shift:], kept[:-shift]) < 5, shift
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    """|correlation| of two masks of rate RATE, in standard deviations of that of independent ones."""
+    product = (one.double() - (1 - RATE)) * (other.double() - (1 - RATE)) / (RATE * (1 - RATE))
+    return abs(float(product.mean())) * one.numel() ** 0.5
+
+
+def test_masks_are_what_they_were() -> None:
+    """The hash in Python's integers: what a run drops, it drops on any device and in any version."""
+
+    def signed(value: int, bits: int) -> int:
+        return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+
+    def mixed(value: int) -> int:
+        value = signed((value ^ value >> 30) * 0xBF58476D1CE4E5B9, 64)
+        value = signed((value ^ value >> 27) * 0x94D049BB133111EB, 64)
+        return value ^ value >> 31
+
+    def is_kept(sample: int, position: int, column: int) -> bool:
+        place = signed(int.from_bytes(hashlib.sha256(b"1:3:mlp").digest()[:8], "little"), 64)
+        row = mixed(signed(mixed(sample ^ place) + (position + 1) * 0x9E3779B97F4A7C15, 64)) >> 32
+        value = row ^ signed(column * 0x9E3779B1, 32)
+        value = signed((value ^ value >> 16) * 0x7FEB352D, 32)
+        value = signed((value ^ value >> 15) * 0x846CA68B, 32)
+        return value + 2**31 >= RATE * 2**32
+
+    expected = [
+        [is_kept(sample, position, 90 + column) for column in range(64)]
+        for sample in (2, 2**40)
+        for position in range(5)
+    ]
+    assert (mask([2, 2**40], 3, "mlp", 90) > 0).tolist() == expected
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -61,7 +103,7 @@ def test_the_rate_is_met_and_the_rest_scaled(rate: float) -> None:
     """Elements are dropped with probability p (within 4 standard deviations) or divided by 1 - p; the mean stays."""
     c = context(list(range(8)), sequence=64, rate=rate)
     x = torch.rand(8 * 64, 200, dtype=torch.float64) + 1
-    y = c.drop(x, 0, "mlp", 0)
+    y = c.drop(x, rate, 0, "mlp")
     dropped = y == 0
     n = x.numel()
     assert abs(float(dropped.double().mean()) - rate) < 4 * (rate * (1 - rate) / n) ** 0.5
@@ -73,10 +115,12 @@ def test_the_rate_is_met_and_the_rest_scaled(rate: float) -> None:
 
 
 def test_a_sample_has_one_mask_in_any_batch() -> None:
-    """A batch of four is two batches of two; order follows the samples."""
+    """A batch of four is two batches of two; order follows the samples. Nor does a shard change what it is of."""
     whole = mask([5, 6, 7, 8])
     assert torch.equal(whole, torch.cat([mask([5, 6]), mask([7, 8])]))
     assert torch.equal(mask([8, 5]), torch.cat([whole[15:], whole[:5]]))
+    shards = [mask([5, 6, 7, 8], first=first, width=32) for first in (0, 32)]
+    assert torch.equal(whole, torch.cat(shards, 1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,43 +162,20 @@ def test_training_without_samples_is_refused() -> None:
         build(section, parallel).loss(ids, labels)
 
 
-def run_ranks_dropout(mesh: Mesh) -> dict[str, tuple[Tensor, dict[tuple[int, str], Tensor]]]:
-    """For each layout the hidden states, and by layer and site which elements were dropped."""
-    found = {}
-    for layout in LAYOUTS:
-        section, parallel = model(layout)
-        decoder: Decoder = build(section, parallel, mesh.tp, torch.float32)
-        ids, _ = tokens(section)
-        masks: dict[tuple[int, str], Tensor] = {}
-        original = Context.drop
-
-        def recorded(
-            self: Context, x: Tensor, layer: int, site: str, shard: int | None, into: Any = masks, drop: Any = original
-        ) -> Tensor:
-            into[layer, site] = drop(self, torch.ones_like(x), layer, site, shard)
-            return drop(self, x, layer, site, shard)
-
-        Context.drop = recorded  # type: ignore[method-assign]
-        try:
-            hidden = decoder.hidden(ids, samples=range(3)).detach()
-        finally:
-            Context.drop = original  # type: ignore[method-assign]
-        found[layout] = (hidden, masks)
-    return found
+def trained(mesh: Mesh) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    sections = {layout: model(layout) for layout in LAYOUTS}
+    return {
+        layout: loss_and_gradients(build(section, parallel, mesh.tp), *tokens(section))
+        for layout, (section, parallel) in sections.items()
+    }
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_shards_are_masked_apart_and_replicas_alike(tp: int) -> None:
-    """BTP: each rank's shard has its own mask. Elsewhere masks are equal; hidden states are so bit for bit anywhere."""
-    first, *others = run_ranks(tp, run_ranks_dropout)
-    for layout in LAYOUTS:
-        hidden, masks = first[layout]
-        assert masks.keys() == set(itertools.product(range(2), ("attention", "mlp")))
-        for other in others:
-            assert torch.equal(other[layout][0], hidden), layout
-            for place, kept in masks.items():
-                assert torch.equal(other[layout][1][place], kept) is (layout != "btp"), (layout, place)
-    for one, other in itertools.combinations([first, *others], 2):
-        for place, kept in one["btp"][1].items():
-            share = float((kept != other["btp"][1][place]).float().mean())
-            assert share > RATE, place  # 2 p (1 - p) = 0.375 for independent masks
+def test_masks_do_not_depend_on_tp(tp: int) -> None:
+    """Loss and gradients with dropout are those of one process, be the stream sharded or replicated."""
+    expected = trained(Mesh())
+    for found in run_ranks(tp, trained):
+        for layout, (loss, gradients) in found.items():
+            assert distance(loss, expected[layout][0]) <= 1e-10
+            error, name = worst(gradients, expected[layout][1])
+            assert error <= 1e-10, (layout, name)

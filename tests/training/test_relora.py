@@ -56,6 +56,7 @@ def test_a_run_goes_on_around_a_merge(settings: Settings, tmp_path: Path) -> Non
         run(again)
         assert state_hash(again) == state_hash(whole)
     checkpoint = open_checkpoint(tmp_path / "whole" / "checkpoints" / f"step-{MERGED_AFTER}")
+    assert checkpoint.state["optimizer_steps"] == MERGED_AFTER, "that of gains and tables, not that of factors"
     kinds = [kind for kind, name in checkpoint.tensors if name == "blocks.0.mlp.up.weight"]
     assert kinds == ["parameter"]
     assert not checkpoint.tensor("blocks.0.mlp.up.up.weight").any()

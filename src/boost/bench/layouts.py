@@ -37,9 +37,11 @@ def bench_layouts(
         rounds: timed steps of each variant, in turns.
 
     Raises:
-        UserError: an unknown link.
+        UserError: an unknown link, or a model that is not low-rank.
         EnvironmentFailure: a rank failed.
     """
+    if config.model.linear != "low_rank":
+        raise UserError("model.linear", "has no layouts to compare", expected="low_rank", got=config.model.linear)
     rate = _rate(config, link)
     variants = list(variants if variants is not None else layout_variants())
     described = [{"name": v.name, "layout": v.layout, "options": v.options} for v in variants]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from boost.model.dropout import dropout
 from boost.parallel.overlap import WeightGradQueue
 
 Recompute = Literal["none", "block", "latent"]
@@ -44,7 +43,7 @@ class Context:
         cos_SK, sin_SK: rotary tables of these tokens' positions, [sequence, head_size].
         cache: keys and values of earlier tokens while generating, else None.
         dropout: the rate; 0 where the model is not training.
-        seed, samples: with dropout, the run's seed and each sequence's global sample index.
+        seed, samples_B: with dropout, the run's seed and each sequence's global sample index, int64 on the device.
         recompute: what backward computes again instead of keeping it.
         interleaved: two halves of the batch take turns (`boost.parallel.interleave`), and latents' gradients are
             summed by hand.
@@ -59,7 +58,7 @@ class Context:
     cache: KeyValueCache | None = None
     dropout: float = 0.0
     seed: int = 0
-    samples: Sequence[int] = ()
+    samples_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     recompute: Recompute = "none"
     queue: WeightGradQueue | None = None
     interleaved: bool = False
@@ -70,25 +69,6 @@ class Context:
         """T."""
         return self.batch * self.sequence
 
-    def drop(self, x: Tensor, layer: int, site: str, shard: int | None) -> Tensor:
-        """Dropout on x [T, n] with a mask that is a function of where it is applied, never of generator state.
-
-        Args:
-            layer, site: the place in the model.
-            shard: the tp rank where x is a shard (each shard its own mask); None where x is replicated.
-        """
-        if self.dropout == 0.0:
-            return x
-        keep = self.mask(self.dropout, x.shape[-1], layer, site, "" if shard is None else str(shard))
-        return x * keep.to(device=x.device) / (1.0 - self.dropout)
-
-    def mask(self, rate: float, width: int, layer: int, site: str, shard: str = "") -> Tensor:
-        """What dropout keeps of [T, width], bool, on the host."""
-        masks = []
-        for sample in self.samples:
-            key = f"{self.seed}:{sample}:{layer}:{site}:{shard}"
-            generator = torch.Generator().manual_seed(
-                int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
-            )
-            masks.append(torch.rand(self.sequence, width, generator=generator) >= rate)
-        return torch.cat(masks)
+    def drop(self, x_Ti: Tensor, rate: float, layer: int, site: str, first: int = 0) -> Tensor:
+        """`boost.model.dropout` of these samples, at a place in the model; x begins with the global column `first`."""
+        return dropout(x_Ti, rate, self.samples_B, self.seed, layer, site, first)

@@ -188,8 +188,8 @@ class Decoder(nn.Module):
         """The blocks over two halves of the batch that take turns."""
         first = context.batch - context.batch // 2
         halves = [
-            replace(context, batch=first, samples=context.samples[:first], interleaved=True),
-            replace(context, batch=context.batch - first, samples=context.samples[first:], interleaved=True),
+            replace(context, batch=first, samples_B=context.samples_B[:first], interleaved=True),
+            replace(context, batch=context.batch - first, samples_B=context.samples_B[first:], interleaved=True),
         ]
         gather(self.blocks)
         blocks = cast(Sequence[BottleneckBlock], self.blocks)
@@ -215,6 +215,7 @@ class Decoder(nn.Module):
         dropout, lora_dropout = (self.model.dropout, self.model.lora_dropout) if self.training else (0.0, 0.0)
         if (dropout or lora_dropout) and len(samples) != batch:
             raise ValueError(f"dropout needs the sample index of each of {batch} sequences, got {len(samples)}")
+        host_B = torch.tensor(list(samples) if dropout or lora_dropout else [], dtype=torch.int64)
         cos, sin = rope_tables(start + sequence, self.model.head_size, self.model.rope_theta, self.dtype, device)
         return Context(
             batch,
@@ -226,7 +227,7 @@ class Decoder(nn.Module):
             recompute=self.recompute,
             queue=self.queue,
             seed=self.seed,
-            samples=samples,
+            samples_B=host_B.to(device, non_blocking=True),
             lora_dropout=lora_dropout,
         )
 

@@ -44,34 +44,28 @@ class Read(NamedTuple):
     again: Again
 
 
-def read(
+def dropped(
     x_Ti: Tensor,
     context: Context,
     layer: int,
     site: str,
     *,
-    width: int,
     first: int = 0,
     kept: Sequence[Tensor] = (),
     again: Again = identity,
 ) -> Read:
-    """LoRA's dropout. Every rank draws the mask of the whole input, so tp does not change it.
+    """LoRA's dropout: what linears with a pair make of x. In backward its mask is computed again, not kept.
 
     Args:
         layer, site: the place in the model; linears that read one x have one mask.
-        width, first: how many columns all of the input has without padding, and where those of x begin.
+        first: the global column that x begins with.
         kept, again: what x comes from and was saved anyway.
     """
-    rate, kept, i = context.lora_dropout, kept or (x_Ti,), x_Ti.shape[-1]
-    if rate == 0.0:
-        return Read(x_Ti, x_Ti, kept, again)
-    mask_Ti = context.mask(rate, width, layer, site)[:, first : first + i]
-    mask_Ti = nn.functional.pad(mask_Ti, (0, i - mask_Ti.shape[-1])).to(x_Ti.device)
 
     def drop(x_Ti: Tensor) -> Tensor:
-        return torch.where(mask_Ti, x_Ti, 0) / (1 - rate)
+        return context.drop(x_Ti, context.lora_dropout, layer, site, first)
 
-    return Read(x_Ti, drop(x_Ti), kept, lambda *kept: drop(again(*kept)))
+    return Read(x_Ti, drop(x_Ti), kept or (x_Ti,), lambda *kept: drop(again(*kept)))
 
 
 class ReloraLinears(Sharded):

@@ -42,6 +42,7 @@ def restart(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step:
             module.merge()
             for parameter, parts in module.factors():
                 fill(parameter, parts, f"{seed}:{step}", tp)
+                assert parameter in optimizer.state, "asking for it would make an empty state"
                 for value in optimizer.state[parameter].values():
                     value.zero_()
 
@@ -51,4 +52,5 @@ def count_since_restart(model: nn.Module, optimizer: torch.optim.Optimizer, step
     for module in model.modules():
         if isinstance(module, ReloraLinears):
             for parameter, _ in module.factors():
+                assert parameter in optimizer.state
                 optimizer.state[parameter]["step"].fill_(steps_since_restart(step, every))

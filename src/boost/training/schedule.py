@@ -67,13 +67,10 @@ def jagged_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int, 
     return plain(place)
 
 
-def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int, adjust: int = 0) -> float:
+def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int) -> float:
     """The published schedule of ReLoRA: a cosine that starts again from 0 every `cycle` steps.
 
     A restart's warm-up rises in a line to where the cosine is at its end. The first cycle has the run's own warm-up.
-
-    Args:
-        adjust: the schedule stands that many steps further on than the run, once it has warmed up.
     """
     floor, warmup, again = schedule.min_lr_ratio, schedule.warmup_steps, schedule.restart_warmup_steps
     if step < warmup:
@@ -82,8 +79,7 @@ def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: in
     def decayed(at: int) -> float:
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (at - warmup) / max(1, steps - warmup)))
 
-    place = step + adjust
-    since = place % cycle
+    since = step % cycle
     if since < again and step >= cycle:
-        return since / again * decayed(place - since + again)
-    return decayed(place)
+        return since / again * decayed(step - since + again)
+    return decayed(step)

@@ -53,8 +53,8 @@ def save_state(
     if mesh.replicas.rank == 0:
         tensors = parameter_slices(model, mesh.tp, _moments(optimizer), owned=True)
         slices = chain(tensors, support_slices(model, mesh.tp, owned=True))
-    # LORO counts from its last exact step.
-    optimizer_steps = int(next(iter(optimizer.state.values()))["step"])
+    # LORO counts from its last exact step, and ReLoRA's factors, but not its gains and tables, from their last restart.
+    optimizer_steps = int(max(state["step"] for state in optimizer.state.values()))
     state = {"step": step, "optimizer_steps": optimizer_steps, "data_fingerprint": fingerprint}
     files = {"config.yaml": config.to_yaml().encode(), "tokenizer.json": tokenizer}
     saver.save(root, step, slices, state, files=files, keep=config.checkpoint.keep)

@@ -217,7 +217,7 @@ class BottleneckBlock(nn.Module):
     def add_branch(self, x_Td: Tensor, pairs: Pairs, latents: Sequence[Latent], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""
         (y_Td,) = self.up(pairs, latents, context)
-        return x_Td + context.drop(y_Td, self.layer, site, self.tp.rank)
+        return x_Td + context.drop(y_Td, context.dropout, self.layer, site, self.tp.rank * y_Td.shape[-1])
 
 
 def block_stages(blocks: Sequence[BottleneckBlock], halves: Sequence[Context]) -> Iterator[Stage]:

@@ -145,11 +145,11 @@ class DenseBlock(nn.Module):
     def forward(self, x_TD: Tensor, context: Context) -> Tensor:
         entered = self.enter(x_TD, self.attention_norm, self.qkv, context)
         y_TD = self.o.leave(self.attend(entered, context), entered.regather)
-        x_TD = x_TD + context.drop(y_TD, self.layer, "attention", None)
+        x_TD = x_TD + context.drop(y_TD, context.dropout, self.layer, "attention")
 
         entered = self.enter(x_TD, self.mlp_norm, self.gate_up, context)
         y_TD = self.down.leave(self.gate_and_down(entered, context), entered.regather)
-        return x_TD + context.drop(y_TD, self.layer, "mlp", None)
+        return x_TD + context.drop(y_TD, context.dropout, self.layer, "mlp")
 
     def attend(self, entered: Entered, context: Context) -> Tensor:
         """q, k, v; attention with the local heads; o's partial sum."""

@@ -22,7 +22,7 @@ from boost.model.blocks.shapes import attention_linears, mlp_linears
 from boost.model.context import Context
 from boost.model.low_rank import Linear
 from boost.model.norm import Gain
-from boost.model.relora import Read, ReloraLinears, read
+from boost.model.relora import Read, ReloraLinears, dropped
 from boost.parallel.collectives import sum_backward, sum_forward
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
@@ -57,9 +57,9 @@ class RowParallel(ReloraLinears):
         kept: Sequence[Tensor] = (),
         again: Again = identity,
     ) -> Tensor:
-        width, first = self.linears[0].d_in, self.tp.rank * x_Ti.shape[-1]
-        mine = read(x_Ti, context, layer, site, width=width, first=first, kept=kept, again=again)
-        y_TD = sum_forward(self(mine, context.queue), self.tp)
+        first = self.tp.rank * x_Ti.shape[-1]
+        read = dropped(x_Ti, context, layer, site, first=first, kept=kept, again=again)
+        y_TD = sum_forward(self(read, context.queue), self.tp)
         return y_TD if self.bias is None else y_TD + self.bias.to(y_TD.dtype)
 
 
@@ -93,17 +93,17 @@ class ReloraBlock(nn.Module):
         q_TQ, k_TQ, v_TQ = self.columns(self.qkv, x_TD, self.attention_norm, "q, k, v", context)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
         y_TD = self.o.output(y_TQ, self.layer, "o", context)
-        x_TD = x_TD + context.drop(y_TD, self.layer, "attention", None)
+        x_TD = x_TD + context.drop(y_TD, context.dropout, self.layer, "attention")
 
         gate_Tf, up_Tf = self.columns(self.gate_up, x_TD, self.mlp_norm, "gate, up", context)
         y_Tf = gated(gate_Tf, up_Tf, self.gate_act)
         y_TD = self.down.output(y_Tf, self.layer, "down", context, kept=(gate_Tf, up_Tf), again=self.gate_act.gate)
-        return x_TD + context.drop(y_TD, self.layer, "mlp", None)
+        return x_TD + context.drop(y_TD, context.dropout, self.layer, "mlp")
 
     def columns(
         self, columns: Sequence[ColumnParallel], x_TD: Tensor, gain: Gain, site: str, context: Context
     ) -> list[Tensor]:
         """norm(x), whose gradient is summed once for all linears that read it; and what they make of it."""
         h_TD = sum_backward(rms_norm(x_TD, gain.weight, self.model.norm_eps), self.tp, context.queue)
-        whole = read(h_TD, context, self.layer, site, width=self.model.hidden_size)
-        return [y for column in columns for y in column.outputs(whole, context.queue)]
+        read = dropped(h_TD, context, self.layer, site)
+        return [y for column in columns for y in column.outputs(read, context.queue)]

@@ -119,14 +119,15 @@ class SLTrainBlock(nn.Module):
         self.gate_up, self.down = linears(gate, up), linears(down)
 
     def forward(self, x_Td: Tensor, context: Context) -> Tensor:
+        first = self.tp.rank * x_Td.shape[-1]
         q_TQ, k_TQ, v_TQ = self.normed(self.qkv, x_Td, self.attention_norm, context)
         y_TQ = attention(q_TQ, k_TQ, v_TQ, self.model.head_size, self.layer, context)
         (y_Td,) = self.o(y_TQ, context)
-        x_Td = x_Td + context.drop(y_Td, self.layer, "attention", self.tp.rank)
+        x_Td = x_Td + context.drop(y_Td, context.dropout, self.layer, "attention", first)
 
         gate_Tf, up_Tf = self.normed(self.gate_up, x_Td, self.mlp_norm, context)
         (y_Td,) = self.down(gated(gate_Tf, up_Tf, self.gate_act), context)
-        return x_Td + context.drop(y_Td, self.layer, "mlp", self.tp.rank)
+        return x_Td + context.drop(y_Td, context.dropout, self.layer, "mlp", first)
 
     def normed(self, linears: PairsPlusSparse, x_Td: Tensor, gain: Gain, context: Context) -> list[Tensor]:
         """RMSNorm, and the linears after it."""

@@ -134,7 +134,7 @@ class VanillaBlock(nn.Module):
     def add_branch(self, x_TD: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""
         (y_TD,) = self.up(pairs, z, context)
-        return x_TD + context.drop(y_TD, self.layer, site, None)
+        return x_TD + context.drop(y_TD, context.dropout, self.layer, site)
 
     def add_head_bias(self, up: Up, y_GTo: Tensor) -> Tensor:
         """Adds this rank's share of replicated biases; `sum_backward` completes their gradient."""
