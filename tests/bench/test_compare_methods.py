@@ -56,16 +56,16 @@ def test_the_best_rate_of_each_sweep_trains_with_the_other_seeds(
 
     summary = json.loads(out.read_text())
     dense, cola = summary["methods"]
-    assert (dense["lr"], cola["lr"]) == (1e-3, 8e-3)
+    assert (dense["lr"], cola["lr"]) == (1e-3, 4e-3)
     assert dense["sweep"] == pytest.approx({"0.001": 2.001, "0.002": 2.002, "0.004": 2.004})
-    assert cola["bits_per_byte_of_each_seed"] == pytest.approx([1.992, 2.002, 2.012])
+    assert cola["bits_per_byte_of_each_seed"] == pytest.approx([1.996, 2.006, 2.016])
     assert len(summary["runs"]) == len({(run.method, run.lr, run.seed) for run in trained}) == 2 * (3 + 2)
     assert len(trained) == 10  # an even number, so no copy
     assert summary["tokens"] == 320 * 1024
     assert (dense["parameters"], cola["parameters"]) == (dense["trainable"], cola["trainable"])
     lines = table.read_text().splitlines()
     assert "| dense | 5.31 M | 5.31 M | 0.001 | 2.0110 | 2.0010 to 2.0210 | 1.00 |" in lines
-    assert "| cola | 3.36 M | 3.36 M | 0.008 | 2.0020 | 1.9920 to 2.0120 | 0.50 |" in lines
+    assert "| cola | 3.36 M | 3.36 M | 0.004 | 2.0060 | 1.9960 to 2.0160 | 0.50 |" in lines
 
     trained.clear()
     assert (
