@@ -94,8 +94,11 @@ def _softmax_in_place(logits_cv: Tensor, column_c: Tensor, wide: torch.dtype) ->
         target_c[some] = values.gather(-1, column).squeeze(-1)
         top = values.amax(-1, keepdim=True)
         sums = values.sub_(top).exp_().sum(-1, keepdim=True)
-        values.div_(sums)
-        lse_c[some] = (top + sums.log()).squeeze(-1)
+        log_sums = sums.log()
+        # Divided by way of the logarithm, which rounds as the gradient of a log-softmax does: LORO's published
+        # trajectory, which magnifies rounding, is met to its limits that way.
+        values.mul_((-log_sums).exp())
+        lse_c[some] = (top + log_sums).squeeze(-1)
         probability_c[some] = values.gather(-1, column).squeeze(-1)
         if values is not logits:
             logits.copy_(values)
