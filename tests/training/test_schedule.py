@@ -10,7 +10,7 @@ import pytest
 
 from boost.config import ScheduleSection
 from boost.training.restart import steps_since_restart
-from boost.training.schedule import jagged_cosine, lr_multiplier
+from boost.training.schedule import jagged_cosine, lr_multiplier, restarted_cosine
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
 
@@ -35,8 +35,9 @@ def test_jagged_cosine_is_the_published_one(published: str) -> None:
         assert ours == [lr_multiplier(schedule, step, steps, cycle) for step in range(steps)]
 
 
-def test_restarted_cosine_is_the_published_one() -> None:
-    golden = GOLDEN["relora_jagged"]
+@pytest.mark.parametrize("published", ["relora_jagged", "relora_jagged_adjusted"])
+def test_restarted_cosine_is_the_published_one(published: str) -> None:
+    golden = GOLDEN[published]
     params = golden["params"]
     schedule = ScheduleSection(
         name="jagged_cosine",
@@ -45,9 +46,10 @@ def test_restarted_cosine_is_the_published_one() -> None:
         min_lr_ratio=params["min_lr_ratio"],
     )
     steps, cycle = params["steps"], params["restart_every"]
-    assert params["adjust"] == 0
-    ours = [lr_multiplier(schedule, step, steps, restart_every=cycle) for step in range(steps)]
+    ours = [restarted_cosine(schedule, step, steps, cycle, params["adjust"]) for step in range(steps)]
     assert ours == pytest.approx(golden["lr"], rel=1e-9, abs=1e-12)
+    if not params["adjust"]:
+        assert ours == [lr_multiplier(schedule, step, steps, restart_every=cycle) for step in range(steps)]
 
 
 def test_relora_restarts_after_the_updates_at_a_rate_of_zero() -> None:

@@ -67,10 +67,13 @@ def jagged_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int, 
     return plain(place)
 
 
-def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int) -> float:
+def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: int, adjust: int = 0) -> float:
     """The published schedule of ReLoRA: a cosine that starts again from 0 every `cycle` steps.
 
     A restart's warm-up rises in a line to where the cosine is at its end. The first cycle has the run's own warm-up.
+
+    Args:
+        adjust: the schedule stands that many steps further on than the run, once it has warmed up.
     """
     floor, warmup, again = schedule.min_lr_ratio, schedule.warmup_steps, schedule.restart_warmup_steps
     if step < warmup:
@@ -79,7 +82,8 @@ def restarted_cosine(schedule: ScheduleSection, step: int, steps: int, cycle: in
     def decayed(at: int) -> float:
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (at - warmup) / max(1, steps - warmup)))
 
-    since = step % cycle
+    place = step + adjust
+    since = place % cycle
     if since < again and step >= cycle:
-        return since / again * decayed(step - since + again)
-    return decayed(step)
+        return since / again * decayed(place - since + again)
+    return decayed(place)
