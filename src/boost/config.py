@@ -17,7 +17,6 @@ from boost.config_loader import (
     COUNT_MAX,
     ConfigError,
     Layer,
-    RulesBroken,
     build,
     dump_yaml,
     preset_names,
@@ -25,6 +24,7 @@ from boost.config_loader import (
     read_overrides,
 )
 from boost.config_rules import STAGES_PER_RANK, violations_of
+from boost.config_violations import RulesBroken
 
 __all__ = [
     "CheckpointSection",

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from boost.config_loader import Violation, near_divisors, near_multiples
 from boost.config_rules_methods import crossing_rules, factor_rules, loro_rules, relora_rules, sltrain_rules
+from boost.config_violations import Violation, near_divisors, near_multiples
 
 if TYPE_CHECKING:
     from boost.config import TrainConfig

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from boost.config_loader import Violation, near_multiples
+from boost.config_violations import Violation, near_multiples
 
 if TYPE_CHECKING:
     from boost.config import TrainConfig

@@ -83,12 +83,16 @@ class Decoder(nn.Module):
         self.hidden_sharded = model.linear in ("low_rank", "sltrain") and parallel.tensor_layout == "btp"
         self.crossing = model.crossing != "none"
         assert not self.crossing or (self.hidden_sharded and not self.split_batch), "refused by the configuration"
-        low_rank = BottleneckBlock if self.hidden_sharded else VanillaBlock
-        kinds: dict[str, Any] = {"dense": DenseBlock, "relora": ReloraBlock}
-        kind = kinds.get(model.linear, low_rank)
-        if model.linear == "sltrain":
-            assert self.hidden_sharded and not self.split_batch, "refused by the configuration"
-            kind = partial(SLTrainBlock, supports=supports or drawn(model, seed))
+        assert model.linear != "sltrain" or (self.hidden_sharded and not self.split_batch), (
+            "refused by the configuration"
+        )
+        kinds: dict[str, Any] = {
+            "dense": DenseBlock,
+            "low_rank": BottleneckBlock if self.hidden_sharded else VanillaBlock,
+            "relora": ReloraBlock,
+            "sltrain": partial(SLTrainBlock, supports=supports or drawn(model, seed)),
+        }
+        kind = kinds[model.linear]
 
         self.stream = make_stream(parallel.sequence_parallel, tp)
         layers = range(model.layers) if layers is None else layers
