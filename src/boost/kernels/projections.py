@@ -114,22 +114,29 @@ class _GroupedUp(torch.autograd.Function):
         weight: Tensor,
         again: Callable[[Tensor], Tensor],
         queue: WeightGradQueue | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(kept, weight)
         ctx.again = again
         _keep(ctx, queue, weight)
-        return torch.bmm(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
+        return _products(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
 
     @staticmethod
-    def backward(ctx: Any, grad_GTo: Tensor) -> Any:
+    def backward(ctx: Any, *grads_To: Tensor) -> Any:
         kept_TGr, weight = ctx.saved_tensors
-        grad_h = torch.bmm(grad_GTo, weight.to(grad_GTo.dtype).transpose(0, 1)).transpose(0, 1)
+        grad_h = torch.stack(_products(grads_To, weight.to(grads_To[0].dtype).transpose(0, 1)), 1)
 
         def grad_weight() -> list[Tensor]:
             h_GTr = ctx.again(kept_TGr).transpose(0, 1)
-            return [torch.bmm(grad_GTo.transpose(1, 2), h_GTr).transpose(0, 1).to(weight.dtype)]
+            return [torch.stack(_products([grad_To.t() for grad_To in grads_To], h_GTr), 1).to(weight.dtype)]
 
         return grad_h, None, *_now_or_later(ctx, grad_weight), None, None
+
+
+def _products(left: Tensor | Sequence[Tensor], right: Tensor) -> tuple[Tensor, ...]:
+    """G products of equal shapes: one batched GEMM. On CPUs, whose batched GEMMs are the slower ones, G of them."""
+    if right.device.type == "cpu":
+        return tuple(a @ b for a, b in zip(left, right, strict=True))
+    return torch.bmm(left if isinstance(left, Tensor) else torch.stack(list(left)), right).unbind(0)
 
 
 def grouped_up(
@@ -138,8 +145,8 @@ def grouped_up(
     weight_oGr: Tensor,
     again: Callable[[Tensor], Tensor],
     queue: WeightGradQueue | None = None,
-) -> Tensor:
-    """G products h_g B_g at once: latents [T, G, r] and weights [o, G, r] to [G, T, o].
+) -> tuple[Tensor, ...]:
+    """G products h_g B_g at once: latents [T, G, r] and weights [o, G, r] to G outputs [T, o].
 
     Saves `kept` instead of h = again(kept): z, say, which an activation saves anyway.
     """

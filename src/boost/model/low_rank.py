@@ -107,7 +107,7 @@ class Down(Sharded):
 
 
 class Up(Sharded):
-    """B of one or more linears of equal output width, as one batched GEMM: latents h [T, G, r] to [G, T, o].
+    """B of one or more linears of equal output width, as one batched GEMM: latents h [T, G, r] to G outputs [T, o].
 
     Args:
         linears: of equal output width.
@@ -152,13 +152,17 @@ class Up(Sharded):
         )
         return {"weight": weight, "bias": bias}
 
-    def forward(self, h_TGr: Tensor, kept_TGr: Tensor, again: Again, queue: WeightGradQueue | None = None) -> Tensor:
-        y_GTo = grouped_up(h_TGr, kept_TGr, self.weight, again, queue)
-        return self.add_bias(y_GTo) if self.split == "wide" else y_GTo
+    def forward(
+        self, h_TGr: Tensor, kept_TGr: Tensor, again: Again, queue: WeightGradQueue | None = None
+    ) -> Sequence[Tensor]:
+        outputs = grouped_up(h_TGr, kept_TGr, self.weight, again, queue)
+        return self.add_bias(outputs) if self.split == "wide" else outputs
 
-    def add_bias(self, y_GTo: Tensor) -> Tensor:
-        """Adds the biases to complete outputs [G, T, o]."""
-        return y_GTo if self.bias is None else y_GTo + self.bias.t().unsqueeze(1).to(y_GTo.dtype)
+    def add_bias(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Adds the biases to complete outputs, each [T, o]."""
+        if self.bias is None:
+            return outputs
+        return [y_To + self.bias[:, g].to(y_To.dtype) for g, y_To in enumerate(outputs)]
 
 
 class Pairs(nn.Module):
@@ -198,8 +202,8 @@ class Pairs(nn.Module):
             ),
         )
 
-    def up(self, latents: Sequence[Latent], queue: WeightGradQueue | None = None) -> list[Tensor]:
-        """B: latents, one [T, G * r] per `Down`, to one [G, T, o] per B GEMM."""
+    def up(self, latents: Sequence[Latent], queue: WeightGradQueue | None = None) -> list[Sequence[Tensor]]:
+        """B: latents, one [T, G * r] per `Down`, to one [T, o] per linear, in a list for each B GEMM."""
         outputs = []
         for (h_TR, kept_TR, again), ups in zip(latents, self.ups, strict=True):
             total = sum(len(up.linears) for up in ups)

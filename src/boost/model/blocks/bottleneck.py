@@ -212,7 +212,7 @@ class BottleneckBlock(nn.Module):
 
     def up(self, pairs: Pairs, latents: Sequence[Latent], context: Context) -> list[Tensor]:
         """The pairs' outputs, one [T, o] per linear."""
-        return [y_To for y_GTo in pairs.up(latents, context.queue) for y_To in y_GTo.unbind(0)]
+        return [y_To for outputs in pairs.up(latents, context.queue) for y_To in outputs]
 
     def add_branch(self, x_Td: Tensor, pairs: Pairs, latents: Sequence[Latent], site: str, context: Context) -> Tensor:
         """The residual stream plus a branch's last up-projection."""

@@ -85,7 +85,7 @@ class PairsPlusSparse(nn.Module):
         return self.add(latents, [(y_To * inverse_T1).to(x_Td.dtype) for y_To in raw], context)
 
     def add(self, latents: Sequence[Latent], sparse: Sequence[Tensor], context: Context) -> list[Tensor]:
-        low_rank = [y_To for y_GTo in self.pairs.up(latents, context.queue) for y_To in y_GTo.unbind(0)]
+        low_rank = [y_To for outputs in self.pairs.up(latents, context.queue) for y_To in outputs]
         return [y_To + s_To for y_To, s_To in zip(low_rank, sparse, strict=True)]
 
 

@@ -123,12 +123,14 @@ class VanillaBlock(nn.Module):
         outputs: list[Tensor] = []
         ups = [up for group in pairs.ups for up in group]
         latents = [local_latent(part, self.act) for part in z]
-        for up, partial_GTO in zip(ups, pairs.up(latents, context.queue), strict=True):
+        for up, partials in zip(ups, pairs.up(latents, context.queue), strict=True):
+            # One collective for a group.
+            partial_GTO = partials[0].unsqueeze(0) if len(partials) == 1 else torch.stack(list(partials))
             if scatter_heads:
                 # The bias belongs to whole outputs: this rank adds its heads' share of it.
-                outputs += self.add_head_bias(up, scatter_last(partial_GTO, self.tp)).unbind(0)
+                outputs += _apart(self.add_head_bias(up, scatter_last(partial_GTO, self.tp)))
             else:
-                outputs += up.add_bias(sum_forward(partial_GTO, self.tp)).unbind(0)
+                outputs += up.add_bias(_apart(sum_forward(partial_GTO, self.tp)))
         return outputs
 
     def add_branch(self, x_TD: Tensor, pairs: Pairs, z: Sequence[Tensor], site: str, context: Context) -> Tensor:
@@ -143,3 +145,8 @@ class VanillaBlock(nn.Module):
         width = y_GTo.shape[-1]
         bias_oG = sum_backward(up.bias, self.tp).narrow(0, self.tp.rank * width, width)
         return y_GTo + bias_oG.t().unsqueeze(1).to(y_GTo.dtype)
+
+
+def _apart(y_GTo: Tensor) -> Sequence[Tensor]:
+    """Outputs [T, o] one by one; of a single one no copy is made in backward."""
+    return [y_GTo.squeeze(0)] if len(y_GTo) == 1 else y_GTo.unbind(0)
