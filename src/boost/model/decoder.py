@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         parallel, tp = parallel or ParallelSection(), tp or Group()
         master = master_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
         self.model, self.tp, self.dtype, self.seed = model, tp, dtype, seed
-        self.recompute, self.queue = recompute, queue
+        self.recompute, self.queue, self.compiled = recompute, queue, compile
         self.split_batch = parallel.overlap == "split_batch" and tp.size > 1
         self.hidden_sharded = model.linear in ("low_rank", "sltrain") and parallel.tensor_layout == "btp"
         self.crossing = model.crossing != "none"
@@ -191,14 +191,16 @@ class Decoder(nn.Module):
     def _interleaved(self, x_Td: Tensor, context: Context) -> Tensor:
         """The blocks over two halves of the batch that take turns."""
         first = context.batch - context.batch // 2
+        queue = WeightGradQueue() if context.queue is None and not self.compiled else context.queue
+        context = replace(context, queue=queue, interleaved=True)
         halves = [
-            replace(context, batch=first, samples_B=context.samples_B[:first], interleaved=True),
-            replace(context, batch=context.batch - first, samples_B=context.samples_B[first:], interleaved=True),
+            replace(context, batch=first, samples_B=context.samples_B[:first]),
+            replace(context, batch=context.batch - first, samples_B=context.samples_B[first:]),
         ]
         gather(self.blocks)
         blocks = cast(Sequence[BottleneckBlock], self.blocks)
         sizes = [half.batch * half.sequence for half in halves]
-        return interleave(x_Td, sizes, list(block_stages(blocks, halves)), blocks[0].bridge)
+        return interleave(x_Td, sizes, list(block_stages(blocks, halves)), blocks[0].bridge, queue)
 
     def _final_norm(self, x_Td: Tensor, tokens: int) -> Tensor:
         """The final norm, then the head's backward sum.

@@ -3,7 +3,7 @@
 Forward, stage by stage: half 0 computes and starts its bridge, half 1 computes meanwhile. Backward the same in
 reverse, with the sum of a latent's gradient in the bridge's place. Each stage of each half is an autograd graph of
 its own, from leaves to partial products, so that the order of computation and communication is written down here and
-not left to the engine.
+not left to the engine. Weight gradients are put off until the sum that a stage's backward starts is under way.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from boost.parallel.bridge import Bridge, Crossed, Partial, Pending
 from boost.parallel.collectives import start_all_reduce
+from boost.parallel.overlap import WeightGradQueue
 
 # (residual stream, latents, half) to (residual stream, what the next bridges carry).
 Stage = Callable[[Tensor, Sequence[Tensor], int], tuple[Tensor, list[Partial]]]
@@ -33,8 +34,15 @@ class _Ran(NamedTuple):
 
 class _Interleave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_Td: Tensor, sizes: list[int], stages: Sequence[Stage], bridge: Bridge) -> Tensor:
-        ctx.bridge, ctx.sizes, ctx.ran = bridge, sizes, []
+    def forward(
+        ctx: Any,
+        x_Td: Tensor,
+        sizes: list[int],
+        stages: Sequence[Stage],
+        bridge: Bridge,
+        queue: WeightGradQueue | None,
+    ) -> Tensor:
+        ctx.bridge, ctx.sizes, ctx.queue, ctx.ran = bridge, sizes, queue, []
         x = list(x_Td.detach().split(sizes))
         pending: list[list[Pending]] = [[], []]
         with torch.enable_grad():
@@ -63,9 +71,11 @@ class _Interleave(torch.autograd.Function):
             torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
             assert x_in.grad is not None
             grad_x[half] = x_in.grad
-            # Partial on each rank so far: completed while the other half computes.
+            # Partial on each rank so far: completed while weight gradients and the other half are computed.
             sums[half] = [(latent, start_all_reduce(_gradient(latent), ctx.bridge.tp)) for latent in latents]
-        return torch.cat(grad_x), None, None, None
+            if ctx.queue is not None:
+                ctx.queue.flush()
+        return torch.cat(grad_x), None, None, None, None
 
 
 def _gradient(latent: Crossed) -> Tensor:
@@ -74,12 +84,15 @@ def _gradient(latent: Crossed) -> Tensor:
     return latent.z_TR.grad
 
 
-def interleave(x_Td: Tensor, sizes: list[int], stages: Sequence[Stage], bridge: Bridge) -> Tensor:
+def interleave(
+    x_Td: Tensor, sizes: list[int], stages: Sequence[Stage], bridge: Bridge, queue: WeightGradQueue | None
+) -> Tensor:
     """Runs all stages over two halves of x and returns the whole result, [T, d].
 
     Args:
         sizes: tokens of each half; they must not depend on each other.
         stages: each on local shards, without any collective in it, backward included.
         bridge: joins one stage to the next.
+        queue: that the stages put weight gradients into, if they do.
     """
-    return _Interleave.apply(x_Td, sizes, stages, bridge)
+    return _Interleave.apply(x_Td, sizes, stages, bridge, queue)
