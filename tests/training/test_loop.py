@@ -169,6 +169,36 @@ def test_a_run_goes_on_in_other_layouts(settings: Settings, tmp_path: Path) -> N
             assert record[name] == pytest.approx(reference[name], rel=1e-9)
 
 
+def test_a_run_in_fp32_is_resharded_twice(settings: Settings, tmp_path: Path) -> None:
+    """(tp 2, pp 2), from step 2 at dp 4 with ZeRO 3, from step 4 at tp 4: as if it had stayed at (tp 2, pp 2).
+
+    Each layout gives back the state it took over, bit for bit; sizes do not divide, and the schedule is a cosine.
+    """
+    settings["model"] |= {"ffn_size": 43, "tie_embeddings": True, "attention_bias": True}
+    layouts: list[dict[str, Any]] = [
+        {"parallel__tp": 2, "parallel__pp": 2, "train__micro_batch_size": 1},
+        {"parallel__dp": 4, "parallel__zero": 3},
+        {"parallel__tp": 4},
+    ]
+    common = {"train__precision": "fp32", "checkpoint__every": 2, "checkpoint__keep": 0}
+    configs = [in_directory(settings, tmp_path, "run", **common, **layout) for layout in layouts]
+    whole = run(configs[0])
+    for step, config in zip((2, 4), configs[1:], strict=True):
+        for later in range(step + 2, 7, 2):
+            shutil.rmtree(Path(config.run.dir) / "checkpoints" / f"step-{later}")
+        before = state_hash(config)
+        again = tmp_path / f"again-{step}"
+        save_again(config, config.run.dir, again)
+        assert open_checkpoint(again).step == step
+        assert open_checkpoint(again).state_hash == before
+        parts = run(config)
+    assert [record["batch_hash"] for record in parts] == [record["batch_hash"] for record in whole]
+    assert parts[-1]["loss"] < parts[0]["loss"] - 0.1
+    for record, reference in zip(parts, whole, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert record["lr"] == reference["lr"]
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("bf16", 1e-3)])
 def test_a_pipelined_run_goes_on_in_one_process_and_back(
     settings: Settings, tmp_path: Path, precision: str, tolerance: float
@@ -189,12 +219,21 @@ def test_a_pipelined_run_goes_on_in_one_process_and_back(
     assert losses(config) == pytest.approx(losses(single), rel=tolerance)
 
 
-def _saved_again(mesh: Mesh, config: TrainConfig, source: str, target: Path) -> None:
-    """Loads a run's newest checkpoint in this layout and saves it as it is."""
+def _saved_again(mesh: Mesh, config: TrainConfig, source: str | Path, target: Path) -> None:
     model = build_model(config, mesh)
     optimizer = build_adamw(model, config.optimizer)
     step = load_state(open_checkpoint(source), model, optimizer, mesh.tp)
     save_state(Saver(mesh.world, asynchronous=False), target, step, model, optimizer, config, mesh, "", b"")
+
+
+def save_again(config: TrainConfig, source: str | Path, target: Path) -> None:
+    """Loads a run's newest checkpoint in the layout of `config` and saves it as it is."""
+    parallel = config.parallel
+    layout = (parallel.pp, parallel.dp, parallel.tp)
+    if layout == (1, 1, 1):
+        _saved_again(Mesh(), config, source, target)
+    else:
+        run_ranks(math.prod(layout), _saved_again, config, source, target, layout=layout, shards=parallel.shards)
 
 
 def test_every_layout_saves_what_it_loads(settings: Settings, tmp_path: Path) -> None:
@@ -209,16 +248,12 @@ def test_every_layout_saves_what_it_loads(settings: Settings, tmp_path: Path) ->
     common = {"model__layers": 5, "model__tie_embeddings": True, "train__micro_batch_size": 1, "model__ffn_size": 43}
     configs = [in_directory(settings, tmp_path, str(n), **common, **changes) for n, changes in enumerate(layouts)]
     run(configs[0])
-    for before, config in zip(configs, [*configs[1:], configs[0]], strict=True):
-        parallel = config.parallel
-        layout = (parallel.pp, parallel.dp, parallel.tp)
-        target = tmp_path / f"again-{before.run.dir[-1]}"
-        source = before.run.dir if before is configs[0] else str(tmp_path / f"again-{int(before.run.dir[-1]) - 1}")
-        if layout == (1, 1, 1):
-            _saved_again(Mesh(), config, source, target)
-        else:
-            run_ranks(parallel.pp * parallel.dp * parallel.tp, _saved_again, config, source, target, layout=layout)
-        assert open_checkpoint(target).state_hash == state_hash(configs[0]), layout
+    source: str | Path = configs[0].run.dir
+    for number, config in enumerate([*configs[1:], configs[0]]):
+        target = tmp_path / f"again-{number}"
+        save_again(config, source, target)
+        assert open_checkpoint(target).state_hash == state_hash(configs[0]), config.parallel
+        source = target
 
 
 def test_initial_state_does_not_depend_on_the_layout(settings: Settings, tmp_path: Path) -> None:
