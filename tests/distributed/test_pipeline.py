@@ -33,7 +33,7 @@ TOLERANCE = 1e-9
 STEPS, SEQUENCES, LENGTH = 3, 8, 7
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 AXES: dict[str, list[Any]] = {
-    "layout": [(1, 4, 1), (2, 2, 1), (1, 2, 2)],  # tp, pp, dp
+    "layout": [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)],  # tp, pp, dp
     "schedule": SCHEDULES,
     "recompute": ["none", "latent"],
     "overlap": ["none", "weight_grads", "split_batch"],
@@ -69,6 +69,8 @@ def product() -> list[Case]:
             continue
         if case["overlap"] != "none" and case["layout"][0] == 1:
             continue  # there is nothing to hide
+        if case["layout"] == (2, 2, 2) and case["linear"] != "btp":
+            continue  # eight processes are slow; the others have these
         cases.append(case)
     return cases
 
@@ -183,6 +185,7 @@ def chosen() -> list[Case]:
     return product() if os.environ.get("BOOST_FULL_PARITY") else pairwise(product())
 
 
+@pytest.mark.timeout(1800)  # the full product of eight processes takes minutes
 @pytest.mark.parametrize("layout", AXES["layout"], ids=str)
 def test_pipelines_equal_the_single_process(layout: tuple[int, int, int]) -> None:
     cases = [case for case in chosen() if case["layout"] == layout]
@@ -212,19 +215,6 @@ def test_stages_hand_bottlenecks_on(layout: tuple[int, int, int]) -> None:
     results = run_ranks(tp * pp * dp, train_all, cases, layout=(pp, dp, tp))
     for number, case in enumerate(cases):
         check(case, [rank[number] for rank in results], train(Mesh(), case))
-
-
-def test_three_dimensions_on_eight_processes() -> None:
-    case: Case = {
-        "layout": (2, 2, 2),
-        "schedule": "interleaved_1f1b",
-        "recompute": "latent",
-        "overlap": "weight_grads",
-        "linear": "btp",
-        "tie_embeddings": True,
-        "zero": 2,
-    }
-    check(case, run_ranks(8, train, case, layout=(2, 2, 2)), train(Mesh(), case))
 
 
 PLAIN: Case = {

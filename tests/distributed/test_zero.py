@@ -1,4 +1,4 @@
-"""ZeRO and HSDP equal the single process: loss, every gradient, the norm and the weights after 3 steps, in float64."""
+"""dp, ZeRO, HSDP and tp equal one process: loss, every gradient, the norm, the weights after 3 steps, in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.models import build, distance, load, model_section, perturbed, tensor
 
 TOLERANCE = 1e-9
 BATCH, STEPS = 16, 3
-LAYOUTS = {"dp4": (4, 1, 1), "dp2 tp2": (2, 2, 1), "hsdp": (4, 1, 2)}  # dp, tp, dp_replicate
+LAYOUTS = {"dp4": (4, 1, 1), "dp2 tp2": (2, 2, 1), "hsdp": (4, 1, 2), "tp4": (1, 4, 1)}  # dp, tp, dp_replicate
 AXES: dict[str, list[Any]] = {
     "ranks": list(LAYOUTS),
     "zero": [0, 1, 2, 3],
@@ -47,13 +47,14 @@ def product() -> list[dict[str, Any]]:
         case
         for case in cases
         if not (case["ranks"] == "hsdp" and case["zero"] == 0)
+        and not (case["ranks"] == "tp4" and case["zero"])
         and not (case["layout"] == "dense" and case["recompute"] == "latent")
         and not (
             case["overlap"] == "split_batch"
             and (case["layout"] != "btp" or case["recompute"] == "block" or case["zero"] == 3)
         )
         # Overlap hides what tp communicates.
-        and not (case["overlap"] != "none" and case["ranks"] != "dp2 tp2")
+        and not (case["overlap"] != "none" and LAYOUTS[case["ranks"]][1] == 1)
     ]
 
 
@@ -65,20 +66,27 @@ MORE: list[dict[str, Any]] = [
         ("hsdp", 2, "btp", "none", "none", 2, True),
         ("dp2 tp2", 1, "btp", "latent", "weight_grads", 2, True),
         ("dp2 tp2", 3, "btp", "none", "weight_grads", 2, False),
+        ("dp4", 3, "btp", "latent", "none", 2, True),
+        ("tp4", 0, "btp", "latent", "weight_grads", 2, False),
     ]
 ]
 
 
 def section(case: dict[str, Any]) -> ModelSection:
-    """Sizes that divide neither over tp nor over dp; with one kv head of width 6, a dp rank of four holds nothing."""
+    """Sizes that divide neither over tp nor over dp, but for those that tp must divide.
+
+    With one kv head of width 6, a dp rank of four holds nothing.
+    """
     dense = case["layout"] == "dense"
-    kv_heads = {"dp2 tp2": 2}.get(case["ranks"], 1) if case["tied_and_gqa"] else 4
+    tp = LAYOUTS[case["ranks"]][1]
+    heads = 8 if tp == 4 else 4
     return model_section(
         linear="dense" if dense else "low_rank",
-        hidden_size=34,
+        hidden_size=36 if tp == 4 else 34,
         ffn_size=43,
         vocab_size=51,
-        kv_heads=kv_heads,
+        heads=heads,
+        kv_heads=tp if case["tied_and_gqa"] else heads,
         tie_embeddings=case["tied_and_gqa"],
         attention_bias=True,
         mlp_bias=not case["tied_and_gqa"],
