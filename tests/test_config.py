@@ -610,6 +610,11 @@ def test_split_batch_keeps_weights_gathered() -> None:
         ),
         ({"pp": 2, "pipeline_schedule": "zbv"}, {"recompute": "latent"}, "so nothing would be saved"),
         (
+            {"pp": 2, "dp": 2, "pipeline_schedule": "zero_bubble", "zero": 3},
+            {},
+            "they need weights that stage 3 has freed by then (expected 0, 1 or 2, got 3)",
+        ),
+        (
             {"pp": 2, "pipeline_schedule": "zbv"},
             {"compile": True},
             "zbv puts weight gradients off, which compiled code",

@@ -284,11 +284,11 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="none or split_batch",
             got=parallel.overlap,
         )
-    if schedule in ZERO_BUBBLE and parallel.zero and parallel.dp > 1:
+    if schedule in ZERO_BUBBLE and parallel.zero == 3 and parallel.dp > 1:
         yield Violation(
             ("parallel.zero", "parallel.pipeline_schedule", "parallel.pp"),
-            f"{schedule} puts weight gradients off until after the backward pass, at whose end ZeRO reduces them",
-            expected="0",
+            f"{schedule} puts weight gradients off, and they need weights that stage 3 has freed by then",
+            expected="0, 1 or 2",
             got=parallel.zero,
         )
     if schedule in ZERO_BUBBLE and train.recompute != "none":

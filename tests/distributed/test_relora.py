@@ -75,7 +75,7 @@ def product() -> list[Case]:
         if tp == 1 and case["overlap"] != "none":
             continue
         bubble = pp > 1 and case["schedule"] in ZERO_BUBBLE
-        if bubble and (case["zero"] or case["overlap"] != "none" or case["recompute"] != "none"):
+        if bubble and (case["zero"] == 3 or case["overlap"] != "none" or case["recompute"] != "none"):
             continue
         cases.append(case)
     return cases

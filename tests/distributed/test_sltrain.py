@@ -144,6 +144,7 @@ SPREAD: list[tuple[str, tuple[int, int, int], int, str, dict[str, Any]]] = [
     ("uniform", (2, 1, 2), 0, "weight_grads", {}),
     ("block_diagonal", (2, 1, 2), 0, "none", {"pipeline_schedule": "zero_bubble"}),
     ("block_diagonal", (2, 2, 1), 2, "none", {"norm": "sync"}),
+    ("uniform", (2, 2, 1), 1, "none", {"pipeline_schedule": "zero_bubble"}),
     ("uniform", (1, 2, 2), 0, "none", {"group_linears": False}),
     ("uniform", (1, 2, 2), 1, "weight_grads", {"group_linears": False}),
     ("block_diagonal", (1, 2, 2), 2, "none", {}),

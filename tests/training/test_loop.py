@@ -241,7 +241,7 @@ def test_every_layout_saves_what_it_loads(settings: Settings, tmp_path: Path) ->
     layouts: list[dict[str, Any]] = [
         {"parallel__pp": 2, "parallel__tp": 2},
         {},
-        {"parallel__pp": 2, "parallel__pipeline_schedule": "zbv", "parallel__dp": 2},
+        {"parallel__pp": 2, "parallel__pipeline_schedule": "zbv", "parallel__dp": 2, "parallel__zero": 2},
         {"parallel__tp": 2, "parallel__tensor_layout": "vanilla"},
         {"parallel__pp": 4, "parallel__pipeline_schedule": "gpipe"},
     ]

@@ -20,9 +20,9 @@ from boost.model.decoder import Decoder
 from boost.parallel.bubble import actions, idle_fraction
 from boost.parallel.collectives import all_reduce, swap
 from boost.parallel.mesh import Group, Mesh
-from boost.parallel.overlap import WeightGradQueue
+from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import held_rows
-from boost.parallel.zero import begin_micro_batch, shard
+from boost.parallel.zero import begin_micro_batch, end_micro_batch, shard
 
 
 def cut(model: ModelSection, sequence_length: int, stages: int) -> list[range]:
@@ -87,12 +87,13 @@ class PipelinedDecoder(nn.Module):
         indices = held_stages(parallel.pipeline_schedule, config.stages, mesh.pp)
         self.decoders = cast(Sequence[Decoder], nn.ModuleList(build(self.layers[index]) for index in indices))
         first, last = self.decoders[0], self.decoders[-1]
-        # Where both ends of the stack are on one rank, their table is one; else their ranks add up its gradients.
-        ends = {0: mesh.pp.size - 1, mesh.pp.size - 1: 0}
-        one_rank = parallel.pipeline_schedule == "zbv"
-        self.twin = ends.get(mesh.pp.rank) if model.tie_embeddings and not one_rank else None
-        if model.tie_embeddings and first.first and last.last:
-            last.head = first.embedding  # type: ignore[assignment]
+        # Where both ends of the stack are on one rank, their table is one, unless ZeRO divides it with either stage;
+        # else their ranks add up its gradients.
+        self._zero = parallel.zero if mesh.shards.size > 1 else 0
+        end = 0 if parallel.pipeline_schedule == "zbv" else mesh.pp.size - 1
+        self.twin = {0: end, end: 0}.get(mesh.pp.rank) if model.tie_embeddings else None
+        if self.twin == mesh.pp.rank and not self._zero:
+            last.head, self.twin = first.embedding, None  # type: ignore[assignment]
         width = model.hidden_size // (mesh.tp.size if first.hidden_sharded else 1)
         width += boundary_columns(model, mesh.tp)
         self.pipeline = Pipeline(
@@ -107,8 +108,8 @@ class PipelinedDecoder(nn.Module):
             lambda h_TD, labels: last.loss_from(h_TD, labels) / self._tokens,
             queue,
             self._before_backward,
+            self._after_weight_grads,
         )
-        self._zero = parallel.zero if mesh.shards.size > 1 else 0
         self._queue = queue
         self._tokens = 1
         self._sequences = config.micro_batches * train.micro_batch_size
@@ -121,7 +122,12 @@ class PipelinedDecoder(nn.Module):
 
     def _before_backward(self, stage: nn.Module, last: bool) -> None:
         if self._zero:
-            begin_micro_batch(cast(_Section, stage).decoder, self._zero, last=last)
+            apart = isinstance(self._queue, HeldWeightGrads)
+            begin_micro_batch(cast(_Section, stage).decoder, self._zero, last=last, apart=apart)
+
+    def _after_weight_grads(self, stage: nn.Module, last: bool) -> None:
+        if self._zero and isinstance(self._queue, HeldWeightGrads):
+            end_micro_batch(cast(_Section, stage).decoder, self._zero, last=last)
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, samples: Sequence[int], tokens: int) -> Tensor:
         """Adds the gradients of the summed loss, divided by `tokens`, of all of a step's sequences on this dp rank.
@@ -141,12 +147,18 @@ class PipelinedDecoder(nn.Module):
 
         After any sum over dp: the two ends add that up in other orders, and must not end with other gradients.
         """
-        if self.twin is not None:
-            table = (self.decoders[0].embedding if self.pipeline.holds_first else self.decoders[-1].head).weight
-            assert table.grad is not None
-            rows, _ = held_rows(table.grad)
-            if rows.numel():
-                rows += swap(rows, self.twin, self.pp)
+        if self.twin is None:
+            return
+        tables = [self.decoders[0].embedding] if self.pipeline.holds_first else []
+        tables += [self.decoders[-1].head] if self.pipeline.holds_last else []
+        rows, *others = (held_rows(cast(Tensor, table.weight.grad))[0] for table in tables)
+        if not rows.numel():
+            return
+        if others:
+            rows += others[0]
+            others[0].copy_(rows)
+        else:
+            rows += swap(rows, self.twin, self.pp)
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses in fp64 without gradients, equal on all pp ranks.

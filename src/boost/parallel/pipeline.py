@@ -51,6 +51,8 @@ class Pipeline:
         loss: from the last stage's output and the micro-batch's labels to a scalar; gradients are only ever summed.
         queue: that the stages put weight gradients into; with a zero-bubble schedule one that holds them.
         before_backward: called with a stage's module, and whether its backward pass that begins is the step's last.
+        after_weight_grads: called with a stage's module after the weights' gradients that `queue` held of one backward
+            pass, and whether these are the step's last.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Pipeline:
         loss: Callable[[Tensor, Tensor], Tensor],
         queue: WeightGradQueue | None = None,
         before_backward: Callable[[nn.Module, bool], None] = lambda module, last: None,
+        after_weight_grads: Callable[[nn.Module, bool], None] = lambda module, last: None,
     ) -> None:
         self.name, self.pp, self.stages, self.micro_batches = schedule, pp, stages, micro_batches
         self.holds_first, self.holds_last = 0 in modules, stages - 1 in modules
@@ -83,8 +86,9 @@ class Pipeline:
                 boundary,
                 device,
                 pp,
-                None if queue is None else queue.take,
+                queue,
                 lambda module, count: before_backward(module, count == micro_batches),
+                lambda module, count: after_weight_grads(module, count == micro_batches),
             )
             for index, module in modules.items()
         ]
@@ -137,8 +141,9 @@ class _Stage(PipelineStage):
         boundary: Tensor,
         device: torch.device,
         pp: Group,
-        dw_builder: Callable[[], Callable[[], None]] | None,
+        queue: WeightGradQueue | None,
         before_backward: Callable[[nn.Module, int], None],
+        after_weight_grads: Callable[[nn.Module, int], None],
     ) -> None:
         # Given the shapes, torch does not run a forward pass to learn them. Nobody reads that of the last output.
         example = torch.empty_like(boundary, device="meta", requires_grad=True)
@@ -150,13 +155,22 @@ class _Stage(PipelineStage):
             input_args=ids if index == 0 else example,
             output_args=example,
             group=pp.process_group,
-            dw_builder=dw_builder,
+            dw_builder=None if queue is None else lambda: self._weight_grads(queue.take()),
         )
-        self._like, self._before_backward, self._backwards = example, before_backward, 0
+        self._like, self._before_backward, self._after_weight_grads = example, before_backward, after_weight_grads
+        self._backwards = self._weight_passes = 0
+
+    def _weight_grads(self, compute: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            compute()
+            self._weight_passes += 1
+            self._after_weight_grads(self.submod, self._weight_passes)
+
+        return run
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
-        self._backwards = 0
+        self._backwards = self._weight_passes = 0
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         out = super()._prepare_forward_infra(*args, **kwargs)

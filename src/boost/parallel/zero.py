@@ -67,18 +67,31 @@ def shard(
     model.to_empty(device=mesh.device)
 
 
-def begin_micro_batch(model: nn.Module, stage: int, *, last: bool) -> None:
+def begin_micro_batch(model: nn.Module, stage: int, *, last: bool, apart: bool = False) -> None:
     """Says what the next backward communicates and frees.
 
     Weights are gathered once per step, or with stage 3 for every use. Gradients are reduced after the last
     micro-batch, or from stage 2 on, where no rank keeps all of them, after each; between replicas only once.
+
+    Args:
+        apart: the gradients of weights come after this backward, which reduces nothing; `end_micro_batch` then does.
+            Not with stage 3: they may need weights that it has freed.
     """
     sharded = cast("FSDPModule", model)
-    if stage == 1:
-        sharded.set_requires_gradient_sync(last)
-    else:
-        sharded.set_requires_all_reduce(last)
-    sharded.set_reshard_after_backward(last or stage == 3)
+    sharded.set_requires_gradient_sync(not apart and (last or stage > 1))
+    if not last:
+        sharded.set_requires_all_reduce(False)
+    sharded.set_reshard_after_backward(stage == 3 or (last and not apart))
+
+
+def end_micro_batch(model: nn.Module, stage: int, *, last: bool) -> None:
+    """Does what a backward begun with `apart` left to do, once all gradients are there.
+
+    `last` says whether no other micro-batch is under way.
+    """
+    begin_micro_batch(model, stage, last=last)
+    # As torch's own pipelines do it: what FSDP2 does at the end of a backward, done by hand.
+    cast("FSDPModule", model)._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def gather(units: Iterable[nn.Module]) -> None:
