@@ -571,6 +571,9 @@ def test_options_of_one_baseline(model: dict[str, Any], parallel: dict[str, Any]
 def test_replicas_of_what_zero_shards() -> None:
     """They need something sharded, and equal groups."""
     assert "parallel.dp_replicate: says how often what ZeRO shards" in refusal(parallel={"dp": 4, "dp_replicate": 2})
+    alone = refusal(parallel={"dp": 4, "zero": 3, "dp_replicate": 4})
+    assert "parallel.dp_replicate: leaves one rank in each group" in alone
+    assert "(expected a divisor of parallel.dp = 4 below it, got 4)" in alone
     problem = refusal(parallel={"dp": 4, "zero": 1, "dp_replicate": 3})
     assert "parallel.dp_replicate" in problem
     assert "a divisor of parallel.dp = 4, got 3); nearest: 2 or 4" in problem

@@ -178,6 +178,14 @@ def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
             got=parallel.dp_replicate,
             hint=f"nearest: {near_divisors(parallel.dp, parallel.dp_replicate)}",
         )
+    elif parallel.dp == parallel.dp_replicate > 1:
+        yield Violation(
+            ("parallel.dp_replicate", "parallel.dp", "parallel.zero"),
+            "leaves one rank in each group, with nobody to share with",
+            expected=f"a divisor of parallel.dp = {parallel.dp} below it",
+            got=parallel.dp_replicate,
+            hint="or set parallel.zero=0 and leave it out",
+        )
     if parallel.zero == 3 and parallel.overlap == "split_batch":
         yield Violation(
             ("parallel.zero", "parallel.overlap"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -171,13 +172,21 @@ def test_one_save_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch, caplog:
     with Saver(Group(), asynchronous=True) as saver:
         put(saver, root, 1, held)
         assert list_checkpoints(root) == []
-        threading.Timer(0.1, go.set).start()
+        threading.Timer(0.2, go.set).start()
         put(saver, root, 2, held)
         assert (1, root / "step-1") in list_checkpoints(root)
         saver.wait()
-    assert [step for step, _ in list_checkpoints(root)] == [1, 2]
+        go.clear()
+        put(saver, root, 3, held)
+        threading.Timer(0.2, go.set).start()
+        saver.wait()
+    assert [step for step, _ in list_checkpoints(root)] == [1, 2, 3]
     assert "step 2 is due to be saved while step 1 still is; waiting" in caplog.text
-    assert "of which training stood still for 0." in caplog.text
+    first, second, third = map(float, re.findall(r"of which training stood still for ([\d.]+) s", caplog.text))
+    assert second > 0.1, "the wait for the save before is counted"
+    assert max(first, third) < second
+    (last,) = map(float, re.findall(r"training stood still for ([\d.]+) s until step 3 was saved", caplog.text))
+    assert last > 0.1
 
 
 def test_numbers_that_are_not_finite_do_not_lose_the_save_before(root: Path) -> None:

@@ -65,12 +65,13 @@ class Saver:
     ) -> None:
         """Writes `root/step-{step}`, or begins to; arguments and errors are those of `boost.checkpoint.store.save`.
 
-        An asynchronous save waits for the one before it, and raises what ended that.
+        An asynchronous save waits for the one before it, which is logged as time that training stood still, and
+        raises what ended that.
         """
+        began = time.perf_counter()
         if self._pending is not None and not self._pending.done():
             _log.info("step %d is due to be saved while step %d still is; waiting", step, self._step)
-        self.wait()
-        began = time.perf_counter()
+        self._finish()
 
         def write(pieces: Iterable[Slice], blocked: str) -> None:
             path = save(
@@ -95,6 +96,13 @@ class Saver:
 
     def wait(self) -> None:
         """Returns when nothing is being saved; raises what ended the last asynchronous save."""
+        began, step = time.perf_counter(), self._step
+        saving = self._pending is not None and not self._pending.done()
+        self._finish()
+        if saving:
+            _log.info("training stood still for %.3f s until step %d was saved", time.perf_counter() - began, step)
+
+    def _finish(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

@@ -79,15 +79,33 @@ class Progress:
             )
 
 
+def state_bytes(config: TrainConfig) -> float:
+    """About what a rank holds between two micro-batches: masters, moments, gradients, and weights that ZeRO gathered.
+
+    The gradients and two moments of what is trained are as large as its masters.
+    """
+    parallel = config.parallel
+    stage = parallel.zero if parallel.shards > 1 else 0
+    count = costs.parameters(config.model)
+    trained = count - config.model.layers * costs.block_frozen_parameters(config.model)
+    master = 8 if config.train.precision == "fp64" else 4
+    masters, moments, gradients = master * count, 2 * master * trained, master * trained
+    gathered = (2 if config.train.precision == "bf16" else master) * count
+    total = {
+        0: masters + moments + gradients,
+        1: gathered + gradients + (masters + moments) / parallel.shards,
+        2: gathered + (masters + moments + gradients) / parallel.shards,
+        3: (masters + moments + gradients) / parallel.shards,
+    }[stage]
+    return total / parallel.tp / parallel.pp
+
+
 def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -> None:
     """What is about to be trained, on what, and for how long."""
     model, train, parallel = config.model, config.train, config.parallel
     count = costs.parameters(model)
     tokens = train.global_batch_size * train.sequence_length
     epochs = train.steps * train.global_batch_size / num_sequences(dataset.train, train.sequence_length)
-    master = 8 if train.precision == "fp64" else 4
-    frozen = model.layers * costs.block_frozen_parameters(model)  # neither gradient nor moments
-    memory = master * (4 * count - 3 * frozen) / mesh.tp.size / mesh.pp.size / 2**20
     kind = model.linear if model.rank is None else f"{model.linear}, rank {model.rank}"
     accumulation = train.global_batch_size // (mesh.dp.size * train.micro_batch_size)
     logger.info("model: %s parameters, %d layers, hidden %d (%s)", f"{count:,}", model.layers, model.hidden_size, kind)
@@ -108,7 +126,10 @@ def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -
         accumulation,
         train.micro_batch_size,
     )
-    logger.info("memory: about %.0f MiB per rank for weights, gradients and moments, activations not counted", memory)
+    logger.info(
+        "memory: about %.0f MiB per rank for weights, gradients and moments, activations not counted",
+        state_bytes(config) / 2**20,
+    )
     logger.info(
         "data: %s, %s training tokens, %.2f epochs in %d steps",
         dataset.path,
