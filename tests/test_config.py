@@ -579,6 +579,19 @@ def test_replicas_of_what_zero_shards() -> None:
     assert "a divisor of parallel.dp = 4, got 3); nearest: 2 or 4" in problem
 
 
+def test_latents_of_a_dense_model() -> None:
+    problem = refusal(model={"linear": "dense"}, train={"recompute": "latent"})
+    assert "train.recompute: a dense model has no chunks between latents to repeat" in problem
+    assert "(expected none or block, got latent)" in problem
+
+
+def test_split_batch_of_one_sequence() -> None:
+    for train in ({"global_batch_size": 8, "micro_batch_size": 1}, {"global_batch_size": 2}):
+        problem = refusal(parallel={"dp": 2, "tp": 2, "overlap": "split_batch"}, train=train)
+        assert "parallel.overlap: one sequence has no two halves" in problem
+        assert "(expected train.micro_batch_size of at least 2, got 1)" in problem
+
+
 def test_split_batch_keeps_weights_gathered() -> None:
     problem = refusal(parallel={"dp": 2, "tp": 2, "zero": 3, "overlap": "split_batch"})
     assert "parallel.zero" in problem

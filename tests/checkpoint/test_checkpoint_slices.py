@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from boost.checkpoint import slices as slices_module
 from boost.checkpoint.slices import Piece, Slice, check_cover, overlap
 from boost.checkpoint.store import save
 from boost.errors import EnvironmentFailure, UserError
@@ -54,6 +55,36 @@ def test_cover_of_scalars_and_empty_tensors():
     for shape, pieces in [((), []), ((), [Piece("f", "k", (), ())] * 2), ((2,), [Piece("f", "k", (1,), (2,))])]:
         with pytest.raises(ValueError, match="piece"):
             check_cover(shape, pieces)
+
+
+def test_cover_in_more_dimensions():
+    halves = [((a, b, c), (1, 2, 3)) for a in (0, 1) for b in (0, 2) for c in (0, 3)]
+    pieces = [Piece("f", "k", *box) for box in halves]
+    check_cover((2, 4, 6), pieces)
+    with pytest.raises(ValueError, match="cover 42 of 48"):
+        check_cover((2, 4, 6), pieces[1:])
+    with pytest.raises(ValueError, match="overlap"):
+        check_cover((2, 4, 6), [*pieces[1:], pieces[1]])
+    with pytest.raises(ValueError, match="cut along 5 dimensions"):
+        check_cover((2,) * 5, [Piece("f", "k", (0,) * 5, (1,) * 5)])
+
+
+def test_a_grid_of_many_pieces_is_checked_without_comparing_them_in_pairs(monkeypatch):
+    compared = 0
+
+    def counted(*boxes):
+        nonlocal compared
+        compared += 1
+        assert compared < 1_000_000
+        return overlap(*boxes)
+
+    monkeypatch.setattr(slices_module, "overlap", counted)
+    grid = [Piece("f", "k", (row, column), (1, 1)) for row in range(256) for column in range(256)]
+    check_cover((256, 256), grid)
+    with pytest.raises(ValueError, match="cover 65535 of 65536"):
+        check_cover((256, 256), grid[:-1])
+    with pytest.raises(ValueError, match="overlap"):
+        check_cover((256, 256), [*grid[:-1], grid[0]])
 
 
 def test_a_slice_checks_itself():

@@ -263,6 +263,7 @@ def second_step(mesh: Mesh, case: Case) -> Counter[tuple[str, int]]:
                 model.join_twins()
     if isinstance(model, PipelinedDecoder):
         assert ran == actions(model.pipeline)[mesh.pp.rank], "the table is what is run"
+    assert all(c.bytes == 8 * c.elements for c in seen if c.name.rstrip("_") in ("send", "recv")), "fp64"
     return Counter((c.name.rstrip("_"), c.elements) for c in seen)
 
 

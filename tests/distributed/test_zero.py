@@ -33,9 +33,15 @@ from tests.models import build, distance, load, model_section, perturbed, tensor
 TOLERANCE = 1e-9
 FULL = bool(os.environ.get("BOOST_FULL_PARITY"))
 BATCH, STEPS = 16, 3
-LAYOUTS = {"dp4": (4, 1, 1), "dp2 tp2": (2, 2, 1), "hsdp": (4, 1, 2), "tp4": (1, 4, 1)}  # dp, tp, dp_replicate
+LAYOUTS = {  # dp, tp, dp_replicate
+    "dp4": (4, 1, 1),
+    "dp2 tp2": (2, 2, 1),
+    "hsdp": (4, 1, 2),
+    "tp4": (1, 4, 1),
+    "hsdp tp2": (4, 2, 2),
+}
 AXES: dict[str, list[Any]] = {
-    "ranks": list(LAYOUTS),
+    "ranks": list(LAYOUTS)[:4],
     "zero": [0, 1, 2, 3],
     "layout": ["btp", "vanilla", "vanilla_sharded_heads", "dense"],
     "recompute": ["none", "latent", "block"],
@@ -188,7 +194,7 @@ def compare(mesh: Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(1800)  # the full product is hundreds of cases; a rank that waits in vain ends after 60 s anyway
-@pytest.mark.parametrize("ranks", list(LAYOUTS))
+@pytest.mark.parametrize("ranks", AXES["ranks"])
 def test_zero_equals_single_process(ranks: str) -> None:
     chosen = product() if FULL else pairwise(product()) + MORE
     cases = [case for case in chosen if case["ranks"] == ranks]
@@ -196,6 +202,13 @@ def test_zero_equals_single_process(ranks: str) -> None:
     for result in run_ranks(4, compare, cases):
         for outcome in result:
             assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
+
+
+def test_replicas_of_shards_of_tp_ranks() -> None:
+    """HSDP with tp, on eight processes."""
+    case = dict(zip(AXES, ("hsdp tp2", 3, "btp", "latent", "weight_grads", 2, True), strict=True))
+    for (outcome,) in run_ranks(8, compare, [case]):
+        assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
 
 
 CROSSED: list[dict[str, Any]] = [
@@ -315,6 +328,21 @@ def test_accumulation_communicates_no_more_than_the_stage_needs() -> None:
                 assert len(mine) == calls, (zero, replicate, name, number)
                 if calls == units:
                     assert sum(c.bytes for c in mine) == size * parameters
+
+
+def summed(mesh: Mesh) -> tuple[int, list[Collective]]:
+    """The number of parameters, and the collectives of a step of two micro-batches without ZeRO."""
+    training = Training(larger((1, 2, 1), 0, 1, LAYERS), mesh)
+    micro_batches = [MicroBatch(training.ids, training.ids, range(n, n + 1)) for n in range(2)]
+    with count_collectives() as seen:
+        update(training.model, training.optimizer, Batch(micro_batches, 8, ""), 1e-3, 1.0, mesh, 1)
+    return training.parameters, list(seen)
+
+
+def test_without_zero_gradients_are_summed_once_per_step() -> None:
+    """In fp32, and nothing else is sent but a few numbers."""
+    for parameters, seen in run_ranks(2, summed, layout=(1, 2, 1)):
+        assert [(c.name, c.bytes) for c in seen if c.elements > 8] == [("all_reduce", 4 * parameters)]
 
 
 SIZES = {"dp4": (1, 4, 1), "dp2 tp2": (1, 2, 2), "dp2 pp2": (2, 2, 1)}  # pp, dp, tp

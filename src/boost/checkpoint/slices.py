@@ -6,8 +6,10 @@ Nothing here knows why a tensor was cut the way it was.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +127,8 @@ def check_cover(shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
     """Checks that `pieces`, none of them empty, cover a tensor of `shape` exactly once.
 
     Raises:
-        ValueError: a piece reaches outside, two overlap (replicas are overlaps too), or some elements are missing.
+        ValueError: a piece reaches outside, two overlap (replicas are overlaps too), some elements are missing, or the
+            tensor is cut along more than four dimensions.
     """
     for piece in pieces:
         if not inside(shape, piece.offsets, piece.shape) or 0 in piece.shape:
@@ -133,8 +136,45 @@ def check_cover(shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
                 f"the piece of shape {list(piece.shape)} at {list(piece.offsets)} in {piece.file} "
                 f"does not lie inside {list(shape)}"
             )
-    # A sweep along the axis that is cut most often compares each piece with its few neighbours only.
-    axis = max(range(len(shape)), key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=None)
+    whole = [(tuple(0 for _ in shape), shape)] if math.prod(shape) else []
+    cut = [dim for dim, size in enumerate(shape) if any(piece.shape[dim] != size for piece in pieces)]
+    if len(cut) > _MOST_CUT:
+        raise ValueError(f"it is cut along {len(cut)} dimensions; at most {_MOST_CUT} are read")
+    if _corners(whole, cut) == _corners([(piece.offsets, piece.shape) for piece in pieces], cut):
+        return
+    if len(pieces) <= _FEW:
+        _name_overlap(pieces, len(shape))
+    covered = sum(math.prod(piece.shape) for piece in pieces)
+    if covered != math.prod(shape):
+        raise ValueError(f"its pieces cover {covered} of {math.prod(shape)} elements of {list(shape)}")
+    raise ValueError("its pieces overlap; every element belongs to exactly one rank")
+
+
+# A file may claim anything: what is checked must not take long, however many pieces it names.
+_MOST_CUT, _FEW = 4, 1000
+
+
+def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Where the number of boxes over a point changes: each box's corners, signed, added up; those that cancel left out.
+
+    The differences of a function along all its axes say all about it, so boxes cover a box exactly once if and only if
+    what remains of their corners is its corners.
+    """
+    signs = [math.prod(ends) for ends in itertools.product((1, -1), repeat=len(dims))]
+    total: Counter[tuple[int, ...]] = Counter()
+    for offsets, lengths in boxes:
+        ends = [(offsets[dim], offsets[dim] + lengths[dim]) for dim in dims]
+        for corner, sign in zip(itertools.product(*ends), signs, strict=True):
+            total[corner] += sign
+    return {corner: count for corner, count in total.items() if count}
+
+
+def _name_overlap(pieces: Sequence[Piece], dims: int) -> None:
+    """Raises ValueError with two pieces that overlap, if there are any.
+
+    A sweep along the axis that is cut most often compares each piece with its few neighbours only.
+    """
+    axis = max(range(dims), key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=None)
 
     def start(piece: Piece) -> int:
         return 0 if axis is None else piece.offsets[axis]
@@ -152,9 +192,6 @@ def check_cover(shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
                     f"overlap; every element belongs to exactly one rank"
                 )
         active.append(piece)
-    covered = sum(math.prod(piece.shape) for piece in pieces)
-    if covered != math.prod(shape):
-        raise ValueError(f"its pieces cover {covered} of {math.prod(shape)} elements of {list(shape)}")
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
