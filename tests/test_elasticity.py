@@ -8,29 +8,60 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from boost.checkpoint.store import latest, open_checkpoint
+from boost.config import TrainConfig
 from tests.processes import boost, ranks_of, records, status, wait_for_step, write_config
 from tests.training.conftest import tiny_settings
+from tests.training.runs import run as run_loop
 
 pytestmark = pytest.mark.slow
 
-KILLS = 20 if os.environ.get("BOOST_FULL_PARITY") else 3
-OPTIONS = ("checkpoint.every=3", "checkpoint.keep=2", f"train.steps={12 * KILLS}")
+FULL = bool(os.environ.get("BOOST_FULL_PARITY"))
+STEPS = 240 if FULL else 36
+OPTIONS = ("checkpoint.every=3", "checkpoint.keep=2", f"train.steps={STEPS}")
 TORCHRUN = ("-m", "torch.distributed.run")
+
+LAYOUTS = {
+    "tp": (),
+    "pp": ("parallel.tp=1", "parallel.pp=2", "train.micro_batch_size=1"),
+    "zero": ("parallel.tp=1", "parallel.dp=2", "parallel.zero=3"),
+}
+# When a rank dies: while another waits for it to start; before the first step; at a step; in a save.
+MOMENTS = {
+    "tp": ("save", "restore", "start"),
+    "pp": ("save",),
+    "zero": ("start",),
+}
+if FULL:
+    MOMENTS = dict.fromkeys(LAYOUTS, 5 * ("step", "start", "save", "restore"))
 
 
 @pytest.fixture(scope="module")
-def whole(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody disturbs."""
-    directory = tmp_path_factory.mktemp("whole")
-    config = write_config(tiny_settings(dataset, directory / "run"), directory)
-    assert boost("train", str(config), *OPTIONS).returncode == 0
-    return directory / "run"
+def wholes(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By layout, the run that nobody disturbs."""
+
+    @cache
+    def whole(layout: str) -> Path:
+        directory = tmp_path_factory.mktemp("whole")
+        config = write_config(tiny_settings(dataset, directory / "run"), directory)
+        run_loop(TrainConfig.load(config, [*OPTIONS, *LAYOUTS[layout]]))
+        return directory / "run"
+
+    return whole
+
+
+@pytest.fixture
+def whole(wholes: Callable[[str], Path]) -> Path:
+    """That of two tensor-parallel ranks."""
+    return wholes("tp")
 
 
 def losses(run: Path) -> list[float]:
@@ -72,32 +103,55 @@ def wait_for_save(run: Path, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()
 
 
-def test_kills_at_random_moments(config_file: Path, tmp_path: Path, whole: Path, start: Any) -> None:
-    """Any rank, at any moment, every other time in a save: all gone within 15 s, one line that names the rank, and in
-    the end the losses and the state of a run that was left alone, whether it saves at once or behind the training."""
+def wait_for_presence(pids: Iterable[int], process: subprocess.Popen[str]) -> None:
+    """Returns when these ranks have locked their files in the run directory, and are about to meet the others."""
+    missing = {str(pid) for pid in pids}
+    while missing:
+        assert process.poll() is None, process.communicate()
+        locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+        missing -= {lock[4] for lock in locks if lock[1] == "FLOCK"}
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(1200 if FULL else 240)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kills_at_random_moments(
+    layout: str, config_file: Path, tmp_path: Path, wholes: Callable[[str], Path], start: Any
+) -> None:
+    """Any rank, at any moment: all gone within 15 s, one line that names the rank, and in the end the losses and the
+    state of a run that was left alone, whether it saves at once or behind the training."""
     run = tmp_path / "run"
-    draw = random.Random(KILLS)
+    draw = random.Random(layout)
     slowest = 0.0
-    for number in range(KILLS):
+    for moment in MOMENTS[layout]:
         newest = latest(run / "checkpoints")
         saved = int(newest.name.removeprefix("step-")) if newest else 0
         asynchronous = f"checkpoint.asynchronous={draw.choice(['true', 'false'])}"
-        process = start("train", str(config_file), *OPTIONS, asynchronous)
+        process = start("train", str(config_file), *OPTIONS, *LAYOUTS[layout], asynchronous)
         pids = ranks(process, 2)
-        wait_for_step(run, saved + draw.randint(1, 8), process)
-        if number % 2:
-            wait_for_save(run, process)
-        time.sleep(draw.random() * 0.02)
         victim = draw.randrange(2)
+        if moment == "start":
+            os.kill(pids[victim], signal.SIGSTOP)
+            wait_for_presence([pids[1 - victim]], process)
+            time.sleep(0.5 + draw.random())
+        elif moment == "restore":
+            wait_for_presence(pids.values(), process)
+            time.sleep(draw.random() * 0.5)
+        else:
+            wait_for_step(run, saved + draw.randint(4, 8), process)
+            if moment == "save":
+                wait_for_save(run, process)
+            time.sleep(draw.random() * 0.02)
         os.kill(pids[victim], signal.SIGKILL)
         slowest = max(slowest, wait_until_gone([process.pid, *pids.values()], 15))
         _, errors = process.communicate()
         assert process.returncode == 3, errors
-        assert errors.strip().splitlines()[-1].startswith(f"error: rank {victim}: killed by SIGKILL")
+        assert errors.strip().splitlines()[-1].startswith(f"error: rank {victim}: killed by SIGKILL"), (moment, errors)
         assert status(run)["exit_code"] == 3
-    print(f"{KILLS} kills, all processes gone within {slowest:.1f} s")
-    last = boost("train", str(config_file), *OPTIONS)
+    print(f"{layout}: {len(MOMENTS[layout])} kills, all processes gone within {slowest:.1f} s")
+    last = boost("train", str(config_file), *OPTIONS, *LAYOUTS[layout])
     assert last.returncode == 0, last.stderr
+    whole = wholes(layout)
     assert losses(run) == losses(whole)
     assert state_hash(run) == state_hash(whole)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
@@ -106,9 +160,10 @@ def test_kills_at_random_moments(config_file: Path, tmp_path: Path, whole: Path,
 
 
 def test_a_stuck_rank_is_named(config_file: Path, tmp_path: Path, start: Any) -> None:
-    """Of four ranks one stops: within the timeout and a fifth of it the others have left, and have named it."""
-    options = ("parallel.dp=2", "parallel.timeout_seconds=5", "checkpoint.every=0", "train.steps=2000")
-    process = start("train", str(config_file), *options)
+    """Of four ranks one stops: within the timeout and a fifth of it the others have left, and have named it. One of
+    them waits in a collective with it, one for what its stage sends."""
+    options = ("parallel.pp=2", "train.micro_batch_size=1", "parallel.timeout_seconds=5")
+    process = start("train", str(config_file), *options, "checkpoint.every=0", "train.steps=2000")
     pids = ranks(process, 4)
     wait_for_step(tmp_path / "run", 5, process)
     os.kill(pids[1], signal.SIGSTOP)
@@ -119,6 +174,68 @@ def test_a_stuck_rank_is_named(config_file: Path, tmp_path: Path, start: Any) ->
     assert process.returncode == 3, errors
     assert errors.strip().splitlines()[-1].startswith("error: rank 1: is stuck"), errors
     assert status(tmp_path / "run")["cause"].startswith("rank 1: is stuck")
+
+
+def test_a_stop_before_the_ranks_have_met(config_file: Path, tmp_path: Path, start: Any) -> None:
+    process = start("train", str(config_file))
+    pids = ranks(process, 2)
+    os.kill(pids[1], signal.SIGSTOP)
+    wait_for_presence([pids[0]], process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    wait_until_gone([pids[0]], 5)
+    os.kill(pids[1], signal.SIGCONT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 3, errors
+    assert errors.strip().splitlines()[-1] == "error: run: interrupted before it began"
+
+
+def one_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, port: int) -> None:
+    """Makes the next process a rank that some launcher has started."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_second_run_leaves_the_first_alone(
+    config_file: Path, tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its ranks one finds its place taken, one has a place of its own and waits in vain for the others."""
+    live = start("train", str(config_file), "train.steps=5000")
+    wait_for_step(tmp_path / "run", 1, live)
+    second = ("train", str(config_file), "parallel.dp=2", "parallel.timeout_seconds=1")
+    meeting_place, others = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
+    for rank in (1, 2):
+        one_rank(monkeypatch, rank, 4, meeting_place.port)
+        others.append(start(*second))
+    for process, code, line in zip(others, (2, 3), ("run.dir: ", "rank 3: did not start"), strict=True):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code, errors
+        assert errors.strip().splitlines()[-1].startswith(f"error: {line}"), errors
+    assert not (tmp_path / "run" / "status.json").exists()
+    assert (tmp_path / "run" / ".ranks" / "1").read_text() == ""
+    assert live.poll() is None
+    live.send_signal(signal.SIGTERM)
+    live.communicate(timeout=60)
+    assert live.returncode == 75
+
+
+def test_ranks_of_other_configurations(config_file: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines whose files differ: every rank says in what, before anything is trained."""
+    port, nodes = free_port(), []
+    for rank in range(2):
+        one_rank(monkeypatch, rank, 2, port)
+        nodes.append(start("train", str(config_file), f"optimizer.lr={0.25 + rank}"))
+    for rank, node in enumerate(nodes):
+        _, errors = node.communicate(timeout=60)
+        assert node.returncode == 2, errors
+        line = f"error: optimizer.lr: differs between ranks (got {0.25 + rank} on rank {rank})"
+        assert errors.strip().splitlines()[-1] == line
 
 
 def test_torchrun_restarts_and_resumes(config_file: Path, tmp_path: Path, whole: Path, start: Any) -> None:
@@ -135,16 +252,14 @@ def test_torchrun_restarts_and_resumes(config_file: Path, tmp_path: Path, whole:
     assert "resuming from" in output
     assert losses(run) == losses(whole)
     assert state_hash(run) == state_hash(whole)
-    assert status(run) == {"status": "done", "step": 12 * KILLS, "exit_code": 0, "cause": ""}
+    assert status(run) == {"status": "done", "step": STEPS, "exit_code": 0, "cause": ""}
 
 
 def test_two_nodes(config_file: Path, tmp_path: Path, whole: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two torchrun agents, tensor-parallel across them; a rank dies on the way, and both start again."""
     run = tmp_path / "run"
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     launcher = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1")
     launcher += ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost")
     nodes = [start("train", str(config_file), *OPTIONS, launcher=launcher) for _ in range(2)]

@@ -30,6 +30,7 @@ _TIMED_OUT = ("timed out", "Timed out", "timeout caused pair closure")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", *_TIMED_OUT)
 _LOST = "lost contact with another rank"
 _DIED = "was killed or crashed"
+_ABSENT = "did not start, or ended before all ranks had met"
 
 
 class RunFailed(BoostError):
@@ -79,7 +80,7 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     from boost.training.console import console_handler
     from boost.training.loop import train as run_loop
     from boost.training.presence import Presence
-    from boost.training.signals import StopRequest
+    from boost.training.signals import StopRequest, ended_by_signals
 
     rank, world = int(os.environ.get("RANK", "0")), _world_size(config)
     if rank == 0 and _CHILD not in os.environ:
@@ -95,8 +96,9 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     if rank == 0 and meshes.restarts_share_a_store():
         logger.warning("restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
     presence = Presence(run.path / ".ranks", rank, world) if world > 1 else None
+    met = False
     try:
-        with StopRequest() as stop:
+        with ended_by_signals():
             device = meshes.choose_device(config.train.device)
             mesh = meshes.start(
                 config.parallel.pp,
@@ -105,7 +107,10 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
                 device,
                 config.parallel.timeout_seconds,
                 config.parallel.shards,
+                _common_settings(config),
             )
+            met = True
+        with StopRequest() as stop:
             run_loop(config, mesh, run, stop)
             if rank == 0:
                 run.write_status("done", 0, "")
@@ -118,8 +123,11 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         failure = _as_failure(error)
         if presence is not None and isinstance(failure, PeerFailure):
-            failure = _name_the_lost(presence, failure, config.parallel.timeout_seconds / 5)
-        _record_failure(run, rank, failure, error)
+            died = _DIED if met else _ABSENT
+            failure = _name_the_lost(presence, failure, died, config.parallel.timeout_seconds / 5)
+        # A rank that has met nobody may be one of a second run, of which rank 0 was refused: the directory is not its.
+        if met or rank == 0 or _CHILD in os.environ or not isinstance(failure, PeerFailure):
+            _record_failure(run, rank, failure, error)
         if presence is None:
             raise failure from error
         presence.report()
@@ -134,6 +142,21 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
+
+
+def _common_settings(config: TrainConfig) -> dict[str, object]:
+    """What all ranks must have been started with, by name."""
+    import torch
+
+    from boost import __version__
+
+    settings: dict[str, object] = {"boost": __version__, "torch": torch.__version__}
+    for section, values in config.model_dump().items():
+        settings |= {f"{section}.{name}": value for name, value in values.items()}
+    # Machines may have another path to the same place.
+    for path in ("data.path", "run.dir"):
+        del settings[path]
+    return settings
 
 
 def _as_failure(error: BaseException) -> BoostError:
@@ -154,10 +177,10 @@ def _as_failure(error: BaseException) -> BoostError:
     return EnvironmentFailure("run", f"unexpected {type(error).__name__}: {text[:300]}", hint="see log.txt in run.dir")
 
 
-def _name_the_lost(presence: Presence, failure: PeerFailure, patience: float) -> PeerFailure:
+def _name_the_lost(presence: Presence, failure: PeerFailure, died: str, patience: float) -> PeerFailure:
     """The failure with the ranks that caused it, if they are dead or stuck; the others give their own account."""
     presence.report()
-    lost, what = presence.gone(), _DIED
+    lost, what = presence.gone(), died
     if not lost and any(sign in str(failure) for sign in _TIMED_OUT):
         lost, what = presence.silent(patience), "is stuck: it did not reach a collective in time"
     if not lost:
@@ -248,7 +271,7 @@ def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
 def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
     """Raises what ended a launched run, unless it is done: the ranks' own account, or the signal that killed one."""
     status = run.read_status()
-    told = status is not None and not any(sign in str(status["cause"]) for sign in (_LOST, _DIED))
+    told = status is not None and not any(sign in str(status["cause"]) for sign in (_LOST, _DIED, _ABSENT))
     # The launcher itself ends the ranks that survive a failure, with SIGTERM and after a while with SIGKILL: where a
     # rank gave its own account and exited with its code, signals to others say nothing of the cause.
     if status is None or not (told and (not ended or status["exit_code"] in ended.values())):
@@ -262,7 +285,9 @@ def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
                 "cause": f"rank {rank}: killed by {name}; the same command goes on from the last checkpoint",
             }
         elif status is None:
-            status = {"exit_code": ENVIRONMENT, "cause": "run: a rank ended without saying why; see log.txt in run.dir"}
+            # Without a rank that failed the launcher had a signal to pass on.
+            how = "a rank ended without saying why; see log.txt in run.dir" if ended else "interrupted before it began"
+            status = {"exit_code": ENVIRONMENT, "cause": f"run: {how}"}
         run.write_status("failed", int(str(status["exit_code"])), str(status["cause"]))
     if status["exit_code"] == PREEMPTED:
         raise Preempted(str(status["cause"]))

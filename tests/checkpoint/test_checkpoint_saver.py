@@ -20,7 +20,7 @@ from boost.checkpoint.saver import Saver, snapshot
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import list_checkpoints, open_checkpoint
 from boost.errors import NumericsError, UserError
-from boost.parallel.mesh import Group, Mesh, separate_group
+from boost.parallel.mesh import Group, Mesh
 from tests.distributed.harness import run_ranks
 
 SHAPES = {"embedding.weight": (64, 1000), **{f"blocks.{n}.weight": (64, 250) for n in range(12)}}
@@ -45,7 +45,7 @@ def put(saver: Saver, root: Path, step: int, held: dict[str, Tensor]) -> None:
 
 def _three_saves(mesh: Mesh, root: Path, asynchronous: bool) -> None:
     """Behind the training, nothing is written before the weights have changed."""
-    group = separate_group(mesh.world, 30)
+    group = mesh.saving
     held = shares(group)
     changed = threading.Event()
     write = store.write_shard
@@ -91,7 +91,7 @@ def _live_bytes(known: set[int]) -> int:
 
 def _memory(mesh: Mesh, root: Path, asynchronous: bool) -> tuple[int, int, int, int]:
     """Most bytes held besides the model during a save, and while loading it; this rank's share, the largest tensor."""
-    group = separate_group(mesh.world, 30)
+    group = mesh.saving
     held = shares(group)
     gc.collect()
     known = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is Tensor}
@@ -149,7 +149,7 @@ def test_a_host_holds_less_than_two_copies(tmp_path: Path, asynchronous: bool) -
 
 
 def _full_disk(mesh: Mesh, root: Path) -> tuple[bool, str, str, str]:
-    group = separate_group(mesh.world, 30)
+    group = mesh.saving
     held = shares(group)
     with Saver(group, asynchronous=True) as saver:
         put(saver, root, 1, held)

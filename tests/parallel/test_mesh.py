@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from boost.errors import UserError
 from boost.parallel.collectives import same_on_all_ranks
-from boost.parallel.mesh import Mesh, build, restarts_share_a_store, shorten_timeouts, start
+from boost.parallel.mesh import Mesh, build, check_same, restarts_share_a_store, shorten_timeouts, start
 from tests.distributed.harness import run_ranks
 
 
@@ -81,6 +82,69 @@ def _hang_after_the_first_step(mesh: Mesh) -> list[float]:
 def test_timeouts_can_be_shortened() -> None:
     waited = run_ranks(2, _hang_after_the_first_step)[0]
     assert len(waited) == 2 and all(0.5 < seconds < 3 for seconds in waited)
+
+
+def _receive_after_the_first_step(mesh: Mesh) -> list[float]:
+    """Rank 1 sends nothing, once where rank 0 receives only, and once where it also sends."""
+    waited = []
+    for kinds in (("recv",), ("send", "recv")):
+        mine = build(2, 1, 1, mesh.device, timeout_seconds=1, patience=60)
+        shorten_timeouts(Mesh(pp=mine.pp, prompt=mine.prompt), 1)
+        if mesh.world.rank == 1:
+            continue
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="imed out"):
+            _exchange(mine, kinds)
+        waited.append(time.monotonic() - began)
+    if mesh.world.rank == 1:
+        time.sleep(4)
+    return waited
+
+
+def _exchange(mesh: Mesh, kinds: tuple[str, ...]) -> None:
+    operations: dict[str, Any] = {"send": dist.isend, "recv": dist.irecv}
+    group = mesh.prompt.process_group
+    ops = [dist.P2POp(operations[kind], torch.zeros(9), group=group, group_peer=1) for kind in kinds]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def test_sends_and_receives_end_too() -> None:
+    """On gloo they keep the timeout with which their group was made."""
+    waited = run_ranks(2, _receive_after_the_first_step, layout=(2, 1, 1))[0]
+    assert len(waited) == 2 and all(0.5 < seconds < 3 for seconds in waited)
+
+
+def _others_are_patient(mesh: Mesh) -> float:
+    """With a timeout of a second, rank 1 arrives a little later than that where all save, and first on the pp group."""
+    mine = build(2, 1, 1, mesh.device, timeout_seconds=1, patience=60)
+    shorten_timeouts(Mesh(saving=mine.saving), 1)
+    began = time.monotonic()
+    for group in (mine.saving, mine.pp):
+        if mesh.world.rank == 1:
+            time.sleep(1.5)
+        dist.all_reduce(torch.zeros(1), group=group.process_group)
+    return time.monotonic() - began
+
+
+def test_saving_and_the_first_step_may_take_longer() -> None:
+    assert min(run_ranks(2, _others_are_patient, layout=(2, 1, 1))) > 2.5
+
+
+def _compare(mesh: Mesh) -> list[str]:
+    same, messages = {"train.seed": 1, "optimizer.lr": 0.1}, []
+    check_same(same)
+    for settings in ({**same, "optimizer.lr": 0.1 + 0.1 * mesh.world.rank}, {**same, f"new{mesh.world.rank}": 1}):
+        with pytest.raises(UserError) as caught:
+            check_same(settings)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_settings_that_differ_are_named_on_every_rank() -> None:
+    for rank, messages in enumerate(run_ranks(2, _compare)):
+        assert messages[0] == f"optimizer.lr: differs between ranks (got {0.1 + 0.1 * rank} on rank {rank})"
+        assert messages[1].startswith("boost: ranks have other settings")
 
 
 def test_which_restarts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

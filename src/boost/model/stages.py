@@ -142,6 +142,11 @@ class PipelinedDecoder(nn.Module):
         losses = self.pipeline.train(inputs, labels, torch.tensor(samples))
         return self._total(losses)
 
+    def communicate_over(self, pp: Group) -> None:
+        """From here on stages meet in another group of the same ranks."""
+        self.pp = pp
+        self.pipeline.communicate_over(pp)
+
     def join_twins(self) -> None:
         """Adds up the gradients of a table that the first and the last stage both hold.
 

@@ -5,7 +5,9 @@ Every function that communicates takes the `Group` it acts on as an argument; th
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
@@ -42,6 +44,12 @@ class Mesh:
 
     The dp ranks are a grid of their own: `shards` share what ZeRO divides, `replicas` hold the same of it. Without
     ZeRO all of dp are replicas.
+
+    All groups are made when the run starts, while a signal may still end a rank that waits for a dead one.
+
+    Attributes:
+        prompt: the pp ranks again, for the time after `shorten_timeouts`.
+        saving: all ranks again, where a thread can meet on the host while others communicate. It stays patient.
     """
 
     world: Group = field(default_factory=Group)
@@ -50,6 +58,8 @@ class Mesh:
     tp: Group = field(default_factory=Group)
     shards: Group = field(default_factory=Group)
     replicas: Group = field(default_factory=Group)
+    prompt: Group = field(default_factory=Group)
+    saving: Group = field(default_factory=Group)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -71,16 +81,25 @@ def choose_device(device: str, field: str = "train.device") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1) -> Mesh:
+def start(
+    pp: int,
+    dp: int,
+    tp: int,
+    device: torch.device,
+    timeout_seconds: float,
+    shards: int = 1,
+    settings: Mapping[str, object] | None = None,
+) -> Mesh:
     """Joins the process group that the environment describes (RANK, WORLD_SIZE, ...) and builds the mesh.
 
     Collectives wait `PATIENCE` times as long as the timeout, until `shorten_timeouts`.
 
     Args:
         shards: how many neighbouring dp ranks share what ZeRO divides.
+        settings: what must be the same on all ranks, by name.
 
     Raises:
-        UserError: the number of processes is not pp * dp * tp.
+        UserError: the number of processes is not pp * dp * tp, or a setting is not the same on all of them.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != pp * dp * tp:
@@ -110,7 +129,29 @@ def start(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
         world_size=world_size,
         timeout=timeout,
     )
-    return build(pp, dp, tp, device, PATIENCE * timeout_seconds, shards)
+    check_same({"pp, dp, tp": (pp, dp, tp, shards)} | dict(settings or {}))
+    return build(pp, dp, tp, device, timeout_seconds, shards, patience=PATIENCE)
+
+
+def check_same(settings: Mapping[str, object]) -> None:
+    """Compares a mapping over all ranks of the default process group.
+
+    Raises:
+        UserError: on every rank, naming the first setting that differs.
+    """
+    if _differing([list(settings)]):
+        raise UserError("boost", "ranks have other settings than each other", hint="start one version of it everywhere")
+    for position in _differing(settings.values()):
+        name = list(settings)[position]
+        raise UserError(name, "differs between ranks", got=f"{settings[name]} on rank {dist.get_rank()}")
+
+
+def _differing(values: Iterable[object]) -> list[int]:
+    """Positions of values that are not the same on all ranks, by hashes of 56 bits."""
+    hashes = torch.tensor([int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7]) for value in values])
+    extremes = torch.stack([hashes, -hashes])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
 
 
 def _attempt() -> int:
@@ -133,12 +174,18 @@ def restarts_share_a_store() -> bool:
     )
 
 
-def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1) -> Mesh:
-    """The mesh over an initialised default process group; every group gets the timeout, which is not inherited."""
-    ranks_pdt = torch.arange(pp * dp * tp).view(pp, dp, tp)
-    rank = dist.get_rank()
+def build(
+    pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: float, shards: int = 1, *, patience: float = 1
+) -> Mesh:
+    """The mesh over an initialised default process group; every group gets a timeout, which is not inherited.
 
-    def along(dimension: int, grid: torch.Tensor = ranks_pdt) -> Group:
+    Args:
+        patience: how many times as long the groups wait, all but `prompt`.
+    """
+    ranks_pdt = torch.arange(pp * dp * tp).view(pp, dp, tp)
+    rank, patient = dist.get_rank(), patience * timeout_seconds
+
+    def along(dimension: int, grid: torch.Tensor = ranks_pdt, timeout_seconds: float = patient) -> Group:
         mine = Group()
         # Every rank takes part in making every group, in the same order.
         for ranks in grid.movedim(dimension, -1).flatten(0, -2).tolist():
@@ -151,6 +198,10 @@ def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
 
     world = Group(rank, dist.get_world_size(), dist.group.WORLD)
     mesh = Mesh(world, along(0), along(1), along(2), device=device)
+    # NCCL's sends and receives take their group's timeout as it is set, gloo's the one that it was made with.
+    prompt = along(0, timeout_seconds=timeout_seconds) if device.type == "cpu" else mesh.pp
+    saving = Group(rank, world.size, dist.new_group(timeout=timedelta(seconds=patient)))
+    mesh = replace(mesh, prompt=prompt, saving=saving)
     if shards == 1:
         return replace(mesh, replicas=mesh.dp)
     if shards == dp:
@@ -160,22 +211,14 @@ def build(pp: int, dp: int, tp: int, device: torch.device, timeout_seconds: floa
 
 
 def shorten_timeouts(mesh: Mesh, timeout_seconds: float) -> None:
-    """From here on a collective on any group of the mesh fails after so many seconds."""
+    """From here on a collective on any group of the mesh but `saving` fails after so many seconds.
+
+    So does a send or a receive on `prompt`.
+    """
     for item in fields(mesh):
         group = getattr(mesh, item.name)
-        if isinstance(group, Group) and group.process_group is not None:
+        if item.name != "saving" and isinstance(group, Group) and group.process_group is not None:
             group.process_group.set_timeout(timedelta(seconds=timeout_seconds))
-
-
-def separate_group(group: Group, timeout_seconds: float) -> Group:
-    """The same ranks in a group of their own on the host (gloo), where a thread can meet while others communicate.
-
-    Every rank of the world calls it, with the world as the group.
-    """
-    if group.size == 1:
-        return group
-    timeout = timedelta(seconds=timeout_seconds)
-    return Group(group.rank, group.size, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def stop() -> None:

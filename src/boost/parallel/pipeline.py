@@ -77,7 +77,7 @@ class Pipeline:
         if device.type == "cuda":
             # NCCL wants a group's first operation to be one of all its ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=pp.process_group)
-        local: list[Any] = [
+        self._stages: list[Any] = [
             _Stage(
                 module,
                 index,
@@ -94,8 +94,16 @@ class Pipeline:
         ]
         options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
         self.schedule = (
-            SINGLE[schedule](local[0], **options) if schedule in SINGLE else MULTIPLE[schedule](local, **options)
+            SINGLE[schedule](self._stages[0], **options)
+            if schedule in SINGLE
+            else MULTIPLE[schedule](self._stages, **options)
         )
+
+    def communicate_over(self, pp: Group) -> None:
+        """From here on stages send and receive in another group of the same ranks."""
+        self.pp = pp
+        for stage in self._stages:
+            stage.group = pp.process_group
 
     def train(self, inputs: Tensor, labels: Tensor, samples: Tensor) -> list[Tensor]:
         """Forward and backward of every micro-batch.

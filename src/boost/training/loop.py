@@ -25,7 +25,7 @@ from boost.model.relora import factor_names
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
-from boost.parallel.mesh import PATIENCE, Mesh, separate_group, shorten_timeouts
+from boost.parallel.mesh import Mesh, shorten_timeouts
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import initialize, partial_parameters
 from boost.parallel.zero import begin_micro_batch, shard
@@ -58,6 +58,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     """
     main, stop = mesh.world.rank == 0, stop or StopRequest()
     dataset = open_dataset(config)
+    if not same_on_all_ranks(int(dataset.fingerprint[:15], 16), mesh.world):
+        raise UserError("data.path", "ranks see different datasets", got=f"fingerprint {dataset.fingerprint[:12]} here")
     batches = Batches(dataset.train, config, mesh.dp)
     resumed, source = starting_point(config, mesh, run, dataset)
     model = build_model(config, mesh, source)
@@ -79,8 +81,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         MetricsWriter(run.metrics, run.path / "tensorboard" if config.logging.tensorboard else None) if main else None
     )
 
-    patient = separate_group(mesh.world, PATIENCE * config.parallel.timeout_seconds)
-    saver = Saver(patient, asynchronous=config.checkpoint.asynchronous)
+    saver = Saver(mesh.saving, asynchronous=config.checkpoint.asynchronous)
 
     def save(step: int) -> None:
         tokenizer = dataset.tokenizer_file.read_bytes()
@@ -128,6 +129,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
                 restart(model, optimizer, config.train.seed, step, mesh.tp)
             if step == start + 1:
                 shorten_timeouts(mesh, config.parallel.timeout_seconds)
+                if isinstance(model, PipelinedDecoder):
+                    model.communicate_over(mesh.prompt)
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             seconds = time.perf_counter() - began
@@ -168,7 +171,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         writer.close()
         for path in write_plots(run.read_metrics(), run.path / "plots") if config.logging.plots else ():
             logger.info("plot %s", path)
-    barrier(patient)  # the others stay until rank 0 has written all of this: a rank that exits ends the rest
+    barrier(mesh.saving)  # the others stay until rank 0 has written all of this: a rank that exits ends the rest
     if stopped:
         raise Preempted(
             f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here"

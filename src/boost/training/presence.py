@@ -8,11 +8,15 @@ machines and without a connection.
 from __future__ import annotations
 
 import fcntl
+import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
+from boost.errors import UserError
+
 _NOTICED = "failed"
+# A dead rank's lock may drop a moment late, and others lock for an instant to see who is there.
+_PATIENCE = 5.0
 
 
 class Presence:
@@ -20,14 +24,37 @@ class Presence:
 
     Args:
         directory: on a file system that all ranks share; created where it does not exist.
+
+    Raises:
+        UserError: a process of another run has this rank's place.
     """
 
     def __init__(self, directory: Path, rank: int, world: int) -> None:
         self.directory, self.rank, self.world = directory, rank, world
         directory.mkdir(exist_ok=True)
-        self._file = open(directory / str(rank), "w")  # noqa: SIM115 - locked until the end of the process
-        with suppress(OSError):  # no locks on this file system: then nobody is taken for dead
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not emptied by opening: it may be a living rank's.
+        self._file = os.fdopen(os.open(directory / str(rank), os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        self._lock()
+        self._file.truncate(0)
+
+    def _lock(self) -> None:
+        """Holds the file until the end of the process."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self._file.close()
+                    raise UserError(
+                        "run.dir",
+                        f"{self.directory.parent} is in use by another run, which has a rank {self.rank} too",
+                        hint="wait for it to end or choose another run.dir",
+                    ) from None
+                time.sleep(0.05)
+            except OSError:
+                return  # no locks on this file system: then nobody is taken for dead
 
     def report(self) -> None:
         """Says that this rank has noticed a failure."""

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside the block a signal ends the process at once, also where it waits in C++ and no handler would run."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in StopRequest.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
