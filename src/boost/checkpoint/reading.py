@@ -149,7 +149,7 @@ def latest(root: Path) -> Path | None:
     return found[-1][1] if found else None
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, rank: int = 0, world: int = 1) -> Checkpoint:
     """Opens a checkpoint directory, or the newest complete one of a run directory or of its `checkpoints` folder.
 
     Presence and size of every file are checked always. Files that the manifest does not know are tolerated, listed in
@@ -157,6 +157,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
 
     Args:
         verify: compare every file with its SHA-256 too, which reads all of them once.
+        rank, world: of `world` callers each compares its own share of the files.
     Raises:
         UserError: naming the file or directory: not a checkpoint, missing, truncated or altered files, a manifest that
             `read_manifest` refuses.
@@ -168,8 +169,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     found = {name: _check_size(directory, name, entry)[0] for name, entry in manifest.files.items()}
     if verify:
         # Hashing and reading release the interpreter lock, so threads use the cores.
+        share = dict(list(found.items())[rank::world])
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for name, sha256 in zip(found, pool.map(hash_file, found.values()), strict=True):
+            for name, sha256 in zip(share, pool.map(hash_file, share.values()), strict=True):
                 if sha256 != manifest.files[name].sha256:
                     raise UserError(str(found[name]), _DAMAGED)
     stray = tuple(sorted(set(os.listdir(directory)) - set(found) - {MANIFEST}))

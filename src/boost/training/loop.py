@@ -17,7 +17,7 @@ from boost.checkpoint.weights import load_weights, saved_config, saved_supports
 from boost.config import TrainConfig
 from boost.config_rules import ZERO_BUBBLE
 from boost.data.dataset import Dataset, open_dataset
-from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
+from boost.errors import EnvironmentFailure, NumericsError, PeerFailure, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder, outline
@@ -266,13 +266,15 @@ def restore(
 
 
 def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
-    """Opens a checkpoint on every rank; rank 0 alone reads all of it to verify its hashes, before the others go on."""
-    if mesh.world.rank == 0:
-        checkpoint = open_checkpoint(path, verify=config.checkpoint.verify)
-        barrier(mesh.world)
-    else:
-        barrier(mesh.world)
-        checkpoint = open_checkpoint(path, verify=False)
+    """Opens a checkpoint on every rank. Each verifies its share of the files, and all go on if all are sound."""
+    rank, world = mesh.world.rank, mesh.world.size
+    problem: UserError | None = None
+    try:
+        checkpoint = open_checkpoint(path, verify=config.checkpoint.verify, rank=rank, world=world)
+    except UserError as error:
+        problem = error
+    if any_rank(problem is not None, mesh.world):
+        raise problem or PeerFailure(str(path), "another rank found it damaged", hint="its own message says why")
     return checkpoint
 
 

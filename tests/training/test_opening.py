@@ -1,0 +1,74 @@
+"""What ranks do together before a run starts: compare their data, and verify the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.checkpoint import reading
+from boost.checkpoint.store import open_checkpoint
+from boost.config import TrainConfig
+from boost.data.prepare import prepare
+from boost.errors import UserError
+from boost.parallel.mesh import Mesh
+from boost.training.loop import train
+from boost.training.run_directory import RunDirectory
+from tests.distributed.harness import run_ranks
+from tests.training.conftest import with_changes
+from tests.training.runs import run
+
+
+def _resume(mesh: Mesh, configs: list[TrainConfig]) -> tuple[list[str], str]:
+    """The files whose hashes this rank compares, and how its run ends."""
+    seen: list[str] = []
+    hash_file = reading.hash_file
+
+    def noted(path: Path) -> str:
+        seen.append(path.name)
+        return hash_file(path)
+
+    config = configs[mesh.world.rank]
+    reading.hash_file = noted  # in this process only
+    try:
+        train(config, mesh, RunDirectory(config.run.dir))
+    except UserError as error:
+        return seen, f"{type(error).__name__} {error}"
+    return seen, "done"
+
+
+def test_every_file_is_verified_by_one_rank(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = with_changes(settings, parallel__dp=2, parallel__zero=1)
+    run(config)
+    longer = [with_changes(settings, parallel__dp=2, parallel__zero=1, train__steps=7)] * 2
+    checkpoint = open_checkpoint(tmp_path / "run")
+    seen, ends = zip(*run_ranks(2, _resume, longer, layout=(1, 2, 1)), strict=True)
+    assert ends == ("done", "done")
+    assert sorted(seen[0] + seen[1]) == sorted(checkpoint.files)
+    assert min(map(len, seen)) >= 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_damaged_stops_all(settings: dict[str, Any], tmp_path: Path, rank: int) -> None:
+    config = with_changes(settings, parallel__dp=2, parallel__zero=1)
+    run(config)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    name = next(name for name in list(checkpoint.files)[rank::2] if name.startswith("tensors-"))
+    data = bytearray((checkpoint.path / name).read_bytes())
+    data[-1] ^= 1
+    (checkpoint.path / name).write_bytes(data)
+    ends = [end for _, end in run_ranks(2, _resume, [config] * 2, layout=(1, 2, 1))]
+    assert ends[rank].startswith("UserError") and f"{name}: checksum mismatch" in ends[rank]
+    assert ends[1 - rank].startswith("PeerFailure") and "another rank found it damaged" in ends[1 - rank]
+
+
+def test_machines_with_other_data_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Each at the path where it has it."""
+    text = tmp_path / "other.txt"
+    text.write_text("another text of some length " * 200)
+    prepare([str(text)], tmp_path / "other", "bpe4096")
+    configs = [with_changes(settings, parallel__dp=2)]
+    configs.append(with_changes(settings, parallel__dp=2, data__path=str(tmp_path / "other")))
+    for _, end in run_ranks(2, _resume, configs, layout=(1, 2, 1)):
+        assert end.startswith("UserError data.path: ranks see different datasets")
