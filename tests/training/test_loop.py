@@ -349,6 +349,14 @@ def test_metrics_have_the_documented_fields(settings: Settings, tmp_path: Path) 
     assert config.train.steps == 6, "config.yaml can be loaded as it is"
 
 
+def test_a_pipeline_reports_what_its_ranks_waited(settings: Settings, tmp_path: Path) -> None:
+    for record in run(in_directory(settings, tmp_path, "run", parallel__pp=2, train__micro_batch_size=1)):
+        assert 0 < record["pipeline_idle_seconds"] < record["step_seconds"]
+        assert 0 < record["pipeline_idle"] < 1
+    (record, *_) = run(in_directory(settings, tmp_path, "alone", train__steps=1))
+    assert not {"pipeline_idle_seconds", "pipeline_idle"} & record.keys()
+
+
 def test_not_finite_stops_before_the_update(settings: Settings, tmp_path: Path) -> None:
     config = in_directory(
         settings, tmp_path, "run", optimizer__lr=1e300, schedule__warmup_steps=0, checkpoint__every=1, train__steps=9

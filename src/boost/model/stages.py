@@ -18,7 +18,7 @@ from boost.model import costs
 from boost.model.crossing import boundary_columns
 from boost.model.decoder import Decoder
 from boost.parallel.bubble import actions, idle_fraction
-from boost.parallel.collectives import all_reduce, swap
+from boost.parallel.collectives import all_gather, all_reduce, swap
 from boost.parallel.mesh import Group, Mesh
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import held_rows
@@ -184,6 +184,16 @@ class PipelinedDecoder(nn.Module):
         for loss in losses:
             total += loss
         return total
+
+    def idle(self) -> tuple[float, float]:
+        """Seconds of the last step's schedule that the pp ranks did not compute, and their share of it, equal on all.
+
+        Both are means over the ranks, of the time that the slowest of them took. A GPU must have been synchronised.
+        """
+        seconds = torch.tensor(self.pipeline.trace.seconds(), dtype=torch.float64, device=self.device)
+        computed, whole = all_gather(seconds, self.pp).unbind(1)
+        idle = whole.max() - computed.mean()
+        return idle.item(), (idle / whole.max()).item()
 
     def describe(self) -> str:
         """The cut, and what the schedule leaves idle."""

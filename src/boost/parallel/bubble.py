@@ -1,14 +1,19 @@
-"""How much of a step a pipeline's ranks idle, from the order of work that the schedule prescribes.
+"""How much of a step a pipeline's ranks idle: by the order of work that the schedule prescribes, and as it was.
 
-Every rank does its actions in order, each as soon as what it needs is there: a forward pass the one of the stage
-before, a backward pass the one of the stage after. A stage's forward pass takes its cost, a backward pass twice that,
-in halves where it is split in the gradients of inputs and of weights. Sending takes no time.
+By the order, every rank does its actions one after the other, each as soon as what it needs is there: a forward pass
+the one of the stage before, a backward pass the one of the stage after. A stage's forward pass takes its cost, a
+backward pass twice that, in halves where it is split in the gradients of inputs and of weights. Sending takes no time.
+As it was is what a `Trace` of the passes says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 if TYPE_CHECKING:
     from boost.parallel.pipeline import Pipeline
@@ -84,3 +89,43 @@ def _ready(action: Action, ends: dict[Action, float], last: int) -> float | None
         return ends.get(Action("F", stage, micro_batch))
     after = (ends.get(Action(kind, stage + 1, micro_batch)) for kind in "BI")
     return next((end for end in after if end is not None), None)
+
+
+class Trace:
+    """When this rank computed during its last step, by the clock of its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._passes: list[tuple[Any, Any]] = []
+        self._whole: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step's schedule."""
+        self._passes.clear()
+        began = self._now()
+        yield
+        self._whole = began, self._now()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around one pass, or a part of it; never one in another."""
+        began = self._now()
+        yield
+        self._passes.append((began, self._now()))
+
+    def seconds(self) -> tuple[float, float]:
+        """Of the last step: those in passes, and all. A GPU must have been synchronised since."""
+        assert self._whole is not None, "no step was taken"
+        return sum(self._between(*ends) for ends in self._passes), self._between(*self._whole)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        # What the host does says little of a stream, which waits for what it receives.
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return float(ended - began if self._device.type != "cuda" else began.elapsed_time(ended) / 1000)

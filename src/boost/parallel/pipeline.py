@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from boost.parallel.bubble import Trace
 from boost.parallel.mesh import Group
 from boost.parallel.overlap import WeightGradQueue
 
@@ -72,6 +73,7 @@ class Pipeline:
     ) -> None:
         self.name, self.pp, self.stages, self.micro_batches = schedule, pp, stages, micro_batches
         self.holds_first, self.holds_last = 0 in modules, stages - 1 in modules
+        self.trace = Trace(device)
         # A failing stage is reported by the error itself; torch would add the whole schedule to it.
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
         if device.type == "cuda":
@@ -89,10 +91,16 @@ class Pipeline:
                 queue,
                 lambda module, count: before_backward(module, count == micro_batches),
                 lambda module, count: after_weight_grads(module, count == micro_batches),
+                self.trace,
             )
             for index, module in modules.items()
         ]
-        options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
+
+        def traced_loss(output: Tensor, labels: Tensor) -> Tensor:
+            with self.trace.computing():
+                return loss(output, labels)
+
+        options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": traced_loss, "scale_grads": False}
         self.schedule = (
             SINGLE[schedule](self._stages[0], **options)
             if schedule in SINGLE
@@ -126,7 +134,8 @@ class Pipeline:
         losses: list[Tensor] = []
         arguments = (inputs,) if self.holds_first else ()
         try:
-            step(*arguments, target=labels, losses=losses, return_outputs=False, samples=samples)
+            with self.trace.step():
+                step(*arguments, target=labels, losses=losses, return_outputs=False, samples=samples)
         except RuntimeError as error:
             # torch puts a description of the arguments in front of what a stage raised.
             raise error.__cause__ or error from None
@@ -152,6 +161,7 @@ class _Stage(PipelineStage):
         queue: WeightGradQueue | None,
         before_backward: Callable[[nn.Module, int], None],
         after_weight_grads: Callable[[nn.Module, int], None],
+        trace: Trace,
     ) -> None:
         # Given the shapes, torch does not run a forward pass to learn them. Nobody reads that of the last output.
         example = torch.empty_like(boundary, device="meta", requires_grad=True)
@@ -167,6 +177,7 @@ class _Stage(PipelineStage):
         )
         self._like, self._before_backward, self._after_weight_grads = example, before_backward, after_weight_grads
         self._backwards = self._weight_passes = 0
+        self._trace = trace
 
     def _weight_grads(self, compute: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -204,7 +215,8 @@ class _Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._trace.computing():
+            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
             self._forget_input(fwd_chunk_id)
             output, _ = self.fwd_cache[fwd_chunk_id]
@@ -221,7 +233,8 @@ class _Stage(PipelineStage):
         if self.has_backward:
             self._backwards += 1
             self._before_backward(self.submod, self._backwards)
-        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        with self._trace.computing():
+            super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if not self.has_backward:
             return
         self._forget_input(bwd_chunk_id)
@@ -229,6 +242,10 @@ class _Stage(PipelineStage):
         if loss is not None:
             # The schedule keeps all losses, each with its graph, and that would keep the stage's input.
             loss.detach_()
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._trace.computing():
+            super().backward_weight_one_chunk(*args, **kwargs)
 
     # Between two stages of one rank torch hands gradients over even in evaluation, where there are none.
 

@@ -67,6 +67,8 @@ class Progress:
         numbers = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], numbers=numbers)
+        if "pipeline_idle" in record:
+            numbers += f"  ranks idle {record['pipeline_idle_seconds']:.3f} s, {record['pipeline_idle']:.1%}"
         if record["step"] % every == 0 or record["step"] in (1, self.steps):
             logger.info(
                 "step %*d/%d  %s  grad norm %.3f  lr %.2e",

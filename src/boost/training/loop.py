@@ -149,6 +149,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
                 "peak_memory_bytes": peak_memory_bytes(mesh.device),
                 "batch_hash": batch.hash,
             }
+            if isinstance(model, PipelinedDecoder):
+                record["pipeline_idle_seconds"], record["pipeline_idle"] = model.idle()
             due = config.train.validate_every and step % config.train.validate_every == 0
             validation = validate(step) if due or step == config.train.steps else None
             if validation is not None:
