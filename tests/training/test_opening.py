@@ -50,7 +50,7 @@ def test_every_file_is_verified_by_one_rank(settings: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_finds_damaged_stops_all(settings: dict[str, Any], tmp_path: Path, rank: int) -> None:
+def test_what_one_rank_finds_damaged_all_name(settings: dict[str, Any], tmp_path: Path, rank: int) -> None:
     config = with_changes(settings, parallel__dp=2, parallel__zero=1)
     run(config)
     checkpoint = open_checkpoint(tmp_path / "run")
@@ -58,9 +58,9 @@ def test_what_one_rank_finds_damaged_stops_all(settings: dict[str, Any], tmp_pat
     data = bytearray((checkpoint.path / name).read_bytes())
     data[-1] ^= 1
     (checkpoint.path / name).write_bytes(data)
-    ends = [end for _, end in run_ranks(2, _resume, [config] * 2, layout=(1, 2, 1))]
-    assert ends[rank].startswith("UserError") and f"{name}: checksum mismatch" in ends[rank]
-    assert ends[1 - rank].startswith("PeerFailure") and "another rank found it damaged" in ends[1 - rank]
+    for _, end in run_ranks(2, _resume, [config] * 2, layout=(1, 2, 1)):
+        assert end.startswith("UserError")
+        assert f"{name}: checksum mismatch" in end
 
 
 def test_machines_with_other_data_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -141,6 +141,15 @@ def same_on_all_ranks(value: int, group: Group) -> bool:
     return bool(extremes[0] == -extremes[1])
 
 
+def first_text(text: str, group: Group) -> str:
+    """The first text of the group that is not empty, cut to 2,000 bytes; "" if all are. Host-side, over gloo."""
+    row = torch.zeros(2000, dtype=torch.uint8)
+    data = torch.tensor(list(text.encode()[: len(row)]), dtype=torch.uint8)
+    row[: len(data)] = data
+    texts = (bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in all_gather(row, group))
+    return next(filter(None, texts), "")
+
+
 def barrier(group: Group) -> None:
     """Returns when every rank has arrived. Host-side, over gloo."""
     any_rank(False, group)

@@ -17,13 +17,13 @@ from boost.checkpoint.weights import load_weights, saved_config, saved_supports
 from boost.config import TrainConfig
 from boost.config_rules import ZERO_BUBBLE
 from boost.data.dataset import Dataset, open_dataset
-from boost.errors import EnvironmentFailure, NumericsError, PeerFailure, Preempted, UserError
+from boost.errors import EnvironmentFailure, NumericsError, Preempted, UserError
 from boost.inference.evaluate import Evaluation, context_token, evaluate
 from boost.model import costs
 from boost.model.decoder import Decoder, outline
 from boost.model.relora import factor_names
 from boost.model.stages import PipelinedDecoder
-from boost.parallel.collectives import all_reduce, any_rank, barrier, same_on_all_ranks
+from boost.parallel.collectives import all_reduce, any_rank, barrier, first_text, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
 from boost.parallel.mesh import Mesh, shorten_timeouts
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
@@ -268,15 +268,17 @@ def restore(
 
 
 def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
-    """Opens a checkpoint on every rank. Each verifies its share of the files, and all go on if all are sound."""
+    """Opens a checkpoint on every rank. Each verifies its share of the files, and what one finds all raise."""
     rank, world = mesh.world.rank, mesh.world.size
     problem: UserError | None = None
     try:
         checkpoint = open_checkpoint(path, verify=config.checkpoint.verify, rank=rank, world=world)
     except UserError as error:
         problem = error
-    if any_rank(problem is not None, mesh.world):
-        raise problem or PeerFailure(str(path), "another rank found it damaged", hint="its own message says why")
+    found = first_text("" if problem is None else str(problem), mesh.world)
+    if found:
+        where, _, what = found.partition(": ")
+        raise problem or UserError(where, what)
     return checkpoint
 
 
