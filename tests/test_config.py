@@ -631,6 +631,11 @@ def test_split_batch_keeps_weights_gathered() -> None:
             "they need weights that stage 3 has freed by then (expected 0, 1 or 2, got 3)",
         ),
         (
+            {"pp": 2, "dp": 4, "pipeline_schedule": "zbv", "zero": 2, "dp_replicate": 2},
+            {"global_batch_size": 16},
+            "zbv may have nothing left to reduce in the step's last pass, where replicas would be summed",
+        ),
+        (
             {"pp": 2, "pipeline_schedule": "zbv"},
             {"compile": True},
             "zbv puts weight gradients off, which compiled code",

@@ -36,7 +36,7 @@ LAYOUTS = {
 }
 # When a rank dies: while another waits for it to start; before the first step; at a step; in a save.
 MOMENTS = {
-    "tp": ("save", "restore", "start"),
+    "tp": ("step", "restore", "start"),
     "pp": ("save",),
     "zero": ("start",),
 }

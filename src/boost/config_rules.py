@@ -299,6 +299,14 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
             expected="0, 1 or 2",
             got=parallel.zero,
         )
+    if schedule in ZERO_BUBBLE and parallel.zero == 2 and parallel.dp_replicate > 1:
+        yield Violation(
+            ("parallel.dp_replicate", "parallel.pipeline_schedule", "parallel.zero"),
+            f"{schedule} may have nothing left to reduce in the step's last pass, where replicas would be summed",
+            expected="1",
+            got=parallel.dp_replicate,
+            hint="or set parallel.zero=1",
+        )
     if schedule in ZERO_BUBBLE and train.recompute != "none":
         yield Violation(
             ("train.recompute", "parallel.pipeline_schedule", "parallel.pp"),

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from boost.errors import ENVIRONMENT, PREEMPTED, BoostError, EnvironmentFailure, PeerFailure, Preempted
@@ -95,10 +96,12 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         _die_with_parent()
     if rank == 0 and meshes.restarts_share_a_store():
         logger.warning("restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
-    presence = Presence(run.path / ".ranks", rank, world) if world > 1 else None
-    met = False
+    presence: Presence | None = None
+    met = world == 1
     try:
-        with ended_by_signals():
+        if world > 1:
+            presence = Presence(run.path / ".ranks", rank, world)
+        with nullcontext() if met else ended_by_signals():
             device = meshes.choose_device(config.train.device)
             mesh = meshes.start(
                 config.parallel.pp,
@@ -126,7 +129,8 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
             died = _DIED if met else _ABSENT
             failure = _name_the_lost(presence, failure, died, config.parallel.timeout_seconds / 5)
         # A rank that has met nobody may be one of a second run, of which rank 0 was refused: the directory is not its.
-        if met or rank == 0 or _CHILD in os.environ or not isinstance(failure, PeerFailure):
+        stray = presence is None or isinstance(failure, PeerFailure)
+        if met or rank == 0 or _CHILD in os.environ or not stray:
             _record_failure(run, rank, failure, error)
         if presence is None:
             raise failure from error
@@ -154,7 +158,7 @@ def _common_settings(config: TrainConfig) -> dict[str, object]:
     for section, values in config.model_dump().items():
         settings |= {f"{section}.{name}": value for name, value in values.items()}
     # Machines may have another path to the same place.
-    for path in ("data.path", "run.dir"):
+    for path in ("data.path", "run.dir", "run.init_from"):
         del settings[path]
     return settings
 

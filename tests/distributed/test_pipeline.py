@@ -315,7 +315,7 @@ def test_schedules_repeat_no_collective(traffic: list[dict[str, Counter[tuple[st
         assert {kind: n for kind, n in together.items() if kind[0] not in ("send", "recv")} == alone, schedule
 
 
-def reduced(mesh: Mesh, zero: int) -> list[tuple[Counter[tuple[str, int, int]], Tensor]]:
+def reduced(mesh: Mesh, zero: int, linear: str, tied: bool) -> list[tuple[Counter[tuple[str, int, int]], Tensor]]:
     """In bf16 under 1f1b and a zero-bubble schedule: what a second step sends over dp, and its gradients.
 
     First the gradients in fp64.
@@ -323,7 +323,8 @@ def reduced(mesh: Mesh, zero: int) -> list[tuple[Counter[tuple[str, int, int]], 
     out: list[tuple[Counter[tuple[str, int, int]], Tensor]] = []
     grid = replace(mesh, shards=mesh.dp, replicas=Group())
     for schedule, precision in (("1f1b", "fp64"), ("1f1b", "bf16"), ("zero_bubble", "bf16")):
-        settings = config({**PLAIN, "schedule": schedule, "zero": zero}, (1, 2, 2))
+        case = {**PLAIN, "schedule": schedule, "zero": zero, "linear": linear, "tie_embeddings": tied}
+        settings = config(case, (1, 2, 2))
         train = settings.train.model_copy(update={"precision": precision})
         model = build_model(settings.model_copy(update={"train": train}), grid)
         for batch in batches(settings, grid)[:2]:
@@ -339,13 +340,35 @@ def reduced(mesh: Mesh, zero: int) -> list[tuple[Counter[tuple[str, int, int]], 
     return out
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_zero_bubble_reduces_as_often_and_as_well(zero: int) -> None:
-    """Under ZeRO: each unit's gradients once per step or at most once per micro-batch, in fp32."""
-    for (_, exact), (sent, plain), (sent_apart, apart) in run_ranks(4, reduced, zero, layout=(2, 2, 1)):
-        # The ends of the stack wait for the blocks, so two micro-batches' gradients may be reduced as one.
-        assert sent == sent_apart if zero == 1 else sent_apart <= sent and sent_apart.keys() == sent.keys()
-        assert 1e-4 < distance(plain, exact) < 0.03
+def reduced_elements(sent: Counter[tuple[str, int, int]]) -> int:
+    """Of all reduce-scatters, which are in fp32."""
+    scatters = [(elements, size, times) for (name, elements, size), times in sent.items() if name == "reduce_scatter"]
+    assert all(size == 4 * elements for elements, size, _ in scatters)
+    return sum(elements * times for elements, _, times in scatters)
+
+
+def others(sent: Counter[tuple[str, int, int]]) -> Counter[tuple[str, int, int]]:
+    return Counter({kind: times for kind, times in sent.items() if kind[0] != "reduce_scatter"})
+
+
+@pytest.mark.parametrize(
+    ("zero", "linear", "tied"),
+    [(1, "btp", False), (2, "btp", False), (2, "btp", True), (2, "dense", False), (2, "vanilla", True)],
+)
+def test_zero_bubble_reduces_as_often_and_as_well(zero: int, linear: str, tied: bool) -> None:
+    """Under ZeRO: each unit's gradients once per step or at most once per micro-batch, in fp32.
+
+    Also where a unit has gradients from both passes: of projections, and of gains and biases.
+    """
+    ranks = run_ranks(4, reduced, zero, linear, tied, layout=(2, 2, 1))
+    for (_, exact), (sent, plain), (sent_apart, apart) in ranks:
+        if zero == 1:
+            assert sent == sent_apart
+        else:
+            # What waits for the blocks' passes, two micro-batches' gradients of it may be reduced as one.
+            assert 0 < reduced_elements(sent_apart) <= reduced_elements(sent)
+            assert others(sent_apart) == others(sent)
+        assert 1e-4 < distance(plain, exact) < 0.1, "bf16 it is"
         assert distance(apart, exact) < 1.05 * distance(plain, exact)
 
 

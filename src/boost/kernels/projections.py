@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from boost.parallel.overlap import WeightGradQueue
 
 Again = Callable[..., Tensor]
+# Devices whose batched GEMMs are slower than as many single ones.
+SINGLE_GEMMS = frozenset({"cpu"})
 
 
 def _keep(ctx: Any, queue: WeightGradQueue | None, *parameters: Tensor) -> None:
@@ -114,29 +116,44 @@ class _GroupedUp(torch.autograd.Function):
         weight: Tensor,
         again: Callable[[Tensor], Tensor],
         queue: WeightGradQueue | None,
+        whole: bool,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(kept, weight)
-        ctx.again = again
+        ctx.again, ctx.whole = again, whole
         _keep(ctx, queue, weight)
-        return _products(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
+        y_GTo = _products(h.transpose(0, 1), weight.to(h.dtype).permute(1, 2, 0))
+        return (_joined(y_GTo, 0),) if whole else tuple(y_GTo)
 
     @staticmethod
-    def backward(ctx: Any, *grads_To: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         kept_TGr, weight = ctx.saved_tensors
-        grad_h = torch.stack(_products(grads_To, weight.to(grads_To[0].dtype).transpose(0, 1)), 1)
+        grad_GTo: Sequence[Tensor] | Tensor = grads
+        if ctx.whole:
+            (grad_GTo,) = grads
+        elif weight.device.type not in SINGLE_GEMMS:
+            grad_GTo = _joined(grads, 0)
+        grad_h = _joined(_products(grad_GTo, weight.to(grads[0].dtype).transpose(0, 1)), 1)
 
         def grad_weight() -> list[Tensor]:
             h_GTr = ctx.again(kept_TGr).transpose(0, 1)
-            return [torch.stack(_products([grad_To.t() for grad_To in grads_To], h_GTr), 1).to(weight.dtype)]
+            grad_GoT = grad_GTo.mT if isinstance(grad_GTo, Tensor) else [grad_To.t() for grad_To in grad_GTo]
+            return [_joined(_products(grad_GoT, h_GTr), 1).to(weight.dtype)]
 
-        return grad_h, None, *_now_or_later(ctx, grad_weight), None, None
+        return grad_h, None, *_now_or_later(ctx, grad_weight), None, None, None
 
 
-def _products(left: Tensor | Sequence[Tensor], right: Tensor) -> tuple[Tensor, ...]:
-    """G products of equal shapes: one batched GEMM. On CPUs, whose batched GEMMs are the slower ones, G of them."""
-    if right.device.type == "cpu":
-        return tuple(a @ b for a, b in zip(left, right, strict=True))
-    return torch.bmm(left if isinstance(left, Tensor) else torch.stack(list(left)), right).unbind(0)
+def _products(left_Gmk: Tensor | Sequence[Tensor], right_Gkn: Tensor) -> Tensor | Sequence[Tensor]:
+    """G products [m, n]: of a tensor as one batched GEMM where that is the faster way."""
+    if isinstance(left_Gmk, Tensor) and left_Gmk.device.type not in SINGLE_GEMMS and len(left_Gmk) > 1:
+        return torch.bmm(left_Gmk, right_Gkn)
+    return [left @ right for left, right in zip(left_Gmk, right_Gkn, strict=True)]
+
+
+def _joined(tensors: Tensor | Sequence[Tensor], dim: int) -> Tensor:
+    """G tensors [m, n], or one [G, m, n], as one with G at `dim`; copied only if there are several."""
+    if isinstance(tensors, Tensor):
+        return tensors.movedim(0, dim)
+    return tensors[0].unsqueeze(dim) if len(tensors) == 1 else torch.stack(list(tensors), dim)
 
 
 def grouped_up(
@@ -145,12 +162,15 @@ def grouped_up(
     weight_oGr: Tensor,
     again: Callable[[Tensor], Tensor],
     queue: WeightGradQueue | None = None,
+    *,
+    whole: bool = False,
 ) -> tuple[Tensor, ...]:
     """G products h_g B_g at once: latents [T, G, r] and weights [o, G, r] to G outputs [T, o].
 
-    Saves `kept` instead of h = again(kept): z, say, which an activation saves anyway.
+    Saves `kept` instead of h = again(kept): z, say, which an activation saves anyway. With `whole` the outputs are one
+    tensor [G, T, o].
     """
-    return _GroupedUp.apply(h_TGr, kept_TGr.detach(), weight_oGr, again, queue)
+    return _GroupedUp.apply(h_TGr, kept_TGr.detach(), weight_oGr, again, queue, whole)
 
 
 class _AddProducts(torch.autograd.Function):

@@ -112,8 +112,8 @@ class Up(Sharded):
     Args:
         linears: of equal output width.
         rank: global rank r.
-        split: "wide" shards d_out (BTP), "rank" shards r (vanilla: the output is a partial sum and the bias, which
-            must be added once, is left to `add_bias`).
+        split: "wide" shards d_out (BTP), "rank" shards r (vanilla: outputs are partial sums, in one [G, T, o] for one
+            collective, and the bias, which must be added once, is left to `add_bias`).
         init: how the factors start.
     """
 
@@ -155,8 +155,9 @@ class Up(Sharded):
     def forward(
         self, h_TGr: Tensor, kept_TGr: Tensor, again: Again, queue: WeightGradQueue | None = None
     ) -> Sequence[Tensor]:
-        outputs = grouped_up(h_TGr, kept_TGr, self.weight, again, queue)
-        return self.add_bias(outputs) if self.split == "wide" else outputs
+        if self.split == "rank":
+            return grouped_up(h_TGr, kept_TGr, self.weight, again, queue, whole=True)
+        return self.add_bias(grouped_up(h_TGr, kept_TGr, self.weight, again, queue))
 
     def add_bias(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Adds the biases to complete outputs, each [T, o]."""
@@ -203,7 +204,7 @@ class Pairs(nn.Module):
         )
 
     def up(self, latents: Sequence[Latent], queue: WeightGradQueue | None = None) -> list[Sequence[Tensor]]:
-        """B: latents, one [T, G * r] per `Down`, to one [T, o] per linear, in a list for each B GEMM."""
+        """B: latents, one [T, G * r] per `Down`, to what each `Up` makes of them."""
         outputs = []
         for (h_TR, kept_TR, again), ups in zip(latents, self.ups, strict=True):
             total = sum(len(up.linears) for up in ups)

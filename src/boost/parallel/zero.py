@@ -89,9 +89,13 @@ def end_micro_batch(model: nn.Module, stage: int, *, last: bool) -> None:
 
     `last` says whether no other micro-batch is under way.
     """
+    # As torch's own pipelines do it: what FSDP2 does at the end of a backward, done by hand. First without a reduction:
+    # that widens the new gradients, as the backward has those of other parameters, and one reduction takes one type.
+    end_of_backward = cast("FSDPModule", model)._get_fsdp_state()._root_post_backward_final_callback
+    begin_micro_batch(model, stage, last=last, apart=True)
+    end_of_backward()
     begin_micro_batch(model, stage, last=last)
-    # As torch's own pipelines do it: what FSDP2 does at the end of a backward, done by hand.
-    cast("FSDPModule", model)._get_fsdp_state()._root_post_backward_final_callback()
+    end_of_backward()
 
 
 def gather(units: Iterable[nn.Module]) -> None:

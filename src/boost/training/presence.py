@@ -11,8 +11,9 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import TextIO
 
-from boost.errors import UserError
+from boost.errors import EnvironmentFailure
 
 _NOTICED = "failed"
 # A dead rank's lock may drop a moment late, and others lock for an instant to see who is there.
@@ -26,35 +27,38 @@ class Presence:
         directory: on a file system that all ranks share; created where it does not exist.
 
     Raises:
-        UserError: a process of another run has this rank's place.
+        EnvironmentFailure: another process has this rank's place and keeps it.
     """
 
     def __init__(self, directory: Path, rank: int, world: int) -> None:
         self.directory, self.rank, self.world = directory, rank, world
         directory.mkdir(exist_ok=True)
-        # Not emptied by opening: it may be a living rank's.
-        self._file = os.fdopen(os.open(directory / str(rank), os.O_RDWR | os.O_CREAT, 0o666), "r+")
-        self._lock()
+        self._file = self._locked(directory / str(rank))
         self._file.truncate(0)
 
-    def _lock(self) -> None:
-        """Holds the file until the end of the process."""
+    def _locked(self, path: Path) -> TextIO:
+        """The file, locked until the end of the process."""
         deadline = time.monotonic() + _PATIENCE
         while True:
+            # Not emptied by opening: it may be a living rank's.
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    return file
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    self._file.close()
-                    raise UserError(
+                    file.close()
+                    raise EnvironmentFailure(
                         "run.dir",
                         f"{self.directory.parent} is in use by another run, which has a rank {self.rank} too",
                         hint="wait for it to end or choose another run.dir",
                     ) from None
-                time.sleep(0.05)
             except OSError:
-                return  # no locks on this file system: then nobody is taken for dead
+                return file  # no locks on this file system: then nobody is taken for dead
+            # Held for now, or removed by a rank that was leaving.
+            file.close()
+            time.sleep(0.05)
 
     def report(self) -> None:
         """Says that this rank has noticed a failure."""

@@ -123,9 +123,7 @@ class VanillaBlock(nn.Module):
         outputs: list[Tensor] = []
         ups = [up for group in pairs.ups for up in group]
         latents = [local_latent(part, self.act) for part in z]
-        for up, partials in zip(ups, pairs.up(latents, context.queue), strict=True):
-            # One collective for a group.
-            partial_GTO = partials[0].unsqueeze(0) if len(partials) == 1 else torch.stack(list(partials))
+        for up, (partial_GTO,) in zip(ups, pairs.up(latents, context.queue), strict=True):
             if scatter_heads:
                 # The bias belongs to whole outputs: this rank adds its heads' share of it.
                 outputs += _apart(self.add_head_bias(up, scatter_last(partial_GTO, self.tp)))
