@@ -190,7 +190,7 @@ def test_recomputed_gradients_are_identical() -> None:
 def test_latent_recomputation_keeps_what_goes_into_the_norm(gate: str) -> None:
     """Beside what a model without crossings keeps, 12 r: v at seven linears and z at the five behind an online norm."""
     for mine in run_ranks(2, kept_per_token_and_block, "latent", torch.float32, gate):
-        assert mine <= (12 * R + 2 * D // 2) * 4 + 4 * 4
+        assert mine <= (12 * R + D // 2) * 4 + 4 * 4
 
 
 def test_what_a_group_of_linears_starts_from() -> None:

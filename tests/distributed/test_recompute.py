@@ -113,11 +113,11 @@ def kept_per_token_and_block(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latent_recomputation_keeps_latents_and_the_residual_shard(dtype: torch.dtype) -> None:
-    """At most 7 r + 2 d / tp elements per token and block, and a few fp32 scalars."""
+    """At most 7 r + d / tp elements per token and block, and a few fp32 scalars."""
     size = torch.empty((), dtype=dtype).element_size()
     for mine in run_ranks(2, kept_per_token_and_block, "latent", dtype):
         scalars = 4 * 4  # |x| and 1/rms, of two norms
-        assert 7 * R * size < mine <= (7 * R + 2 * D // 2) * size + scalars
+        assert 7 * R * size < mine <= (7 * R + D // 2) * size + scalars
     for mine in run_ranks(2, kept_per_token_and_block, "block", dtype):
         assert mine == D // 2 * size
     for mine in run_ranks(2, kept_per_token_and_block, "none", dtype):

@@ -113,11 +113,11 @@ class BottleneckBlock(nn.Module):
 
     def chunks(self, context: Context) -> list[Chunk]:
         """The block's four chunks in order; a bridge follows each. All take and return the residual stream."""
-        rest: list[Chunk] = [self.chunk_attention, self.chunk_gate_up, self.chunk_down]
-        if context.recompute == "latent":
-            # The first keeps its input alone, so there is nothing to recompute.
-            rest = [recomputed(chunk) for chunk in rest]
-        return [self.chunk_qkv, *rest]
+        if context.recompute != "latent":
+            return [self.chunk_qkv, beside(self.chunk_attention), self.chunk_gate_up, beside(self.chunk_down)]
+        # The first keeps its input alone, so there is nothing to recompute. What x passes by does not keep it.
+        attention, down = beside(recomputed(self.chunk_attention)), beside(recomputed(self.chunk_down))
+        return [self.chunk_qkv, attention, recomputed(self.chunk_gate_up), down]
 
     # A chunk takes the latents that its B read, then does its work in one function without collectives (`LOCAL`).
 
@@ -128,11 +128,9 @@ class BottleneckBlock(nn.Module):
             return x_Td, self.sync_norm_and_down(x_Td, self.attention_norm, self.qkv, context), []
         return x_Td, self.norm_and_down(x_Td, self.attention_norm, self.qkv, context), []
 
-    def chunk_attention(
-        self, x_Td: Tensor, z: Sequence[Tensor], context: Context
-    ) -> tuple[Tensor, list[Partial], list[Tensor]]:
+    def chunk_attention(self, z: Sequence[Tensor], context: Context) -> tuple[list[Partial], list[Tensor]]:
         latents, taps = self.latents(self.qkv_crossings, z, context)
-        return x_Td, [self.attend(latents, context)], taps
+        return [self.attend(latents, context)], taps
 
     def chunk_gate_up(
         self, x_Td: Tensor, z: Sequence[Tensor], context: Context
@@ -143,11 +141,9 @@ class BottleneckBlock(nn.Module):
             return x_Td, self.sync_norm_and_down(x_Td, self.mlp_norm, self.gate_up, context), taps
         return *self.add_attention_and_down(x_Td, latents, context), taps
 
-    def chunk_down(
-        self, x_Td: Tensor, z: Sequence[Tensor], context: Context
-    ) -> tuple[Tensor, list[Partial], list[Tensor]]:
+    def chunk_down(self, z: Sequence[Tensor], context: Context) -> tuple[list[Partial], list[Tensor]]:
         latents, taps = self.latents(self.gate_up_crossings, z, context)
-        return x_Td, [self.gate_and_down(latents, context)], taps
+        return [self.gate_and_down(latents, context)], taps
 
     def finish(self, x_Td: Tensor, z: Sequence[Tensor], context: Context) -> tuple[Tensor, list[Tensor]]:
         """After the last bridge: the MLP's output joins the residual stream."""
@@ -218,6 +214,11 @@ class BottleneckBlock(nn.Module):
         """The residual stream plus a branch's last up-projection."""
         (y_Td,) = self.up(pairs, latents, context)
         return x_Td + context.drop(y_Td, context.dropout, self.layer, site, self.tp.rank * y_Td.shape[-1])
+
+
+def beside(chunk: Callable[[Sequence[Tensor], Context], tuple[list[Partial], list[Tensor]]]) -> Chunk:
+    """A chunk that the residual stream passes by."""
+    return lambda x_Td, z, context: (x_Td, *chunk(z, context))
 
 
 def block_stages(blocks: Sequence[BottleneckBlock], halves: Sequence[Context]) -> Iterator[Stage]:
