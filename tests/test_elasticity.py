@@ -205,7 +205,10 @@ def free_port() -> int:
 def test_a_second_run_leaves_the_first_alone(
     config_file: Path, tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its ranks one finds its place taken, one has a place of its own and waits in vain for the others."""
+    """Of its ranks one finds its place taken, one has a place of its own and waits in vain for the others.
+
+    Both may try again: a place may also be held by a dead machine's lock that has not dropped yet.
+    """
     live = start("train", str(config_file), "train.steps=5000")
     wait_for_step(tmp_path / "run", 1, live)
     second = ("train", str(config_file), "parallel.dp=2", "parallel.timeout_seconds=1")
@@ -213,9 +216,9 @@ def test_a_second_run_leaves_the_first_alone(
     for rank in (1, 2):
         one_rank(monkeypatch, rank, 4, meeting_place.port)
         others.append(start(*second))
-    for process, code, line in zip(others, (2, 3), ("run.dir: ", "rank 3: did not start"), strict=True):
+    for process, line in zip(others, ("run.dir: ", "rank 3: did not start"), strict=True):
         _, errors = process.communicate(timeout=60)
-        assert process.returncode == code, errors
+        assert process.returncode == 3, errors
         assert errors.strip().splitlines()[-1].startswith(f"error: {line}"), errors
     assert not (tmp_path / "run" / "status.json").exists()
     assert (tmp_path / "run" / ".ranks" / "1").read_text() == ""
