@@ -44,8 +44,10 @@ class Presence:
             file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                     return file
+            except FileNotFoundError:
+                pass
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     file.close()
