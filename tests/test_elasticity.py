@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from boost import launch
 from boost.checkpoint.store import latest, open_checkpoint
 from boost.config import TrainConfig
+from boost.training.run_directory import RunDirectory
 from tests.processes import boost, ranks_of, records, status, wait_for_step, write_config
 from tests.training.conftest import tiny_settings
 from tests.training.runs import run as run_loop
@@ -188,6 +190,16 @@ def test_a_stop_before_the_ranks_have_met(config_file: Path, tmp_path: Path, sta
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 3, errors
     assert errors.strip().splitlines()[-1] == "error: run: interrupted before it began"
+
+
+def test_a_rank_that_misses_one_which_a_signal_ended(tmp_path: Path) -> None:
+    """The signal is the cause, not the absence. A signal ends the launcher's ranks one after the other."""
+    run = RunDirectory(tmp_path / "run")
+    run.write_status("failed", 3, f"rank 0: {launch._ABSENT}")
+    with pytest.raises(launch.RunFailed, match=r"^run: interrupted before it began$") as failure:
+        launch._raise_for(run, {})
+    assert failure.value.exit_code == status(run.path)["exit_code"] == 3
+    assert status(run.path)["cause"] == "run: interrupted before it began"
 
 
 def one_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, port: int) -> None:

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from boost.errors import ENVIRONMENT, PREEMPTED, BoostError, EnvironmentFailure, PeerFailure, Preempted
@@ -52,11 +51,16 @@ def train(config: TrainConfig) -> None:
         BoostError: the run ended early; `exit_code` says how.
     """
     from boost.training.run_directory import RunDirectory
+    from boost.training.signals import ended_by_signals
 
     _use_slurm_ranks()
     run = RunDirectory(config.run.dir)
-    if "RANK" in os.environ or _world_size(config) == 1:
+    if _world_size(config) == 1:
         _train_here(config, run)
+    elif "RANK" in os.environ:
+        # Imports are a part of it: what a handler raises in the middle of one may be lost.
+        with ended_by_signals():
+            _train_here(config, run)
     else:
         _launch_local(config, run)
 
@@ -81,7 +85,7 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     from boost.training.console import console_handler
     from boost.training.loop import train as run_loop
     from boost.training.presence import Presence
-    from boost.training.signals import StopRequest, ended_by_signals
+    from boost.training.signals import StopRequest
 
     rank, world = int(os.environ.get("RANK", "0")), _world_size(config)
     if rank == 0 and _CHILD not in os.environ:
@@ -101,18 +105,17 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     try:
         if world > 1:
             presence = Presence(run.path / ".ranks", rank, world)
-        with nullcontext() if met else ended_by_signals():
-            device = meshes.choose_device(config.train.device)
-            mesh = meshes.start(
-                config.parallel.pp,
-                config.parallel.dp,
-                config.parallel.tp,
-                device,
-                config.parallel.timeout_seconds,
-                config.parallel.shards,
-                _common_settings(config),
-            )
-            met = True
+        device = meshes.choose_device(config.train.device)
+        mesh = meshes.start(
+            config.parallel.pp,
+            config.parallel.dp,
+            config.parallel.tp,
+            device,
+            config.parallel.timeout_seconds,
+            config.parallel.shards,
+            _common_settings(config),
+        )
+        met = True
         with StopRequest() as stop:
             run_loop(config, mesh, run, stop)
             if rank == 0:
@@ -288,8 +291,8 @@ def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
                 "exit_code": ENVIRONMENT,
                 "cause": f"rank {rank}: killed by {name}; the same command goes on from the last checkpoint",
             }
-        elif status is None:
-            # Without a rank that failed the launcher had a signal to pass on.
+        elif status is None or (not ended and _ABSENT in str(status["cause"])):
+            # Without a rank that failed the launcher had a signal to pass on; one rank may miss another that obeyed it.
             how = "a rank ended without saying why; see log.txt in run.dir" if ended else "interrupted before it began"
             status = {"exit_code": ENVIRONMENT, "cause": f"run: {how}"}
         run.write_status("failed", int(str(status["exit_code"])), str(status["cause"]))
