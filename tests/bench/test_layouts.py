@@ -279,8 +279,10 @@ def test_namespaces_are_removed_at_any_end(end: type[BaseException] | None) -> N
 
 
 KEEP = """
+import signal
 import time
 from boost.bench.link import limited_links
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without
 with limited_links(2, 1e6):
     print("made", flush=True)
     time.sleep(60)

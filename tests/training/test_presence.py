@@ -67,6 +67,19 @@ def test_the_dead_are_told_from_the_silent(tmp_path: Path, others: list[subproce
     assert mine.gone() == [2, 3], "one that leaves early is lost"
 
 
+def test_a_failure_of_the_attempt_before_is_none_of_this_one(tmp_path: Path) -> None:
+    before = [Presence(tmp_path / "ranks", rank, 3) for rank in range(3)]
+    for presence in before:
+        presence.report()
+    for presence in before:
+        assert presence.gone(patience=0) == []
+        presence._file.close()  # as when its process ends
+    time.sleep(0.05)  # more than file systems round times to
+    mine, _other = (Presence(tmp_path / "ranks", rank, 3) for rank in (0, 1))
+    assert mine.gone() == [2], "it has not started again"
+    assert mine.silent(patience=0) == [1, 2]
+
+
 def test_it_waits_for_the_others_to_speak(tmp_path: Path, others: list[subprocess.Popen[str]]) -> None:
     mine = Presence(tmp_path / "ranks", 0, 4)
     began = time.monotonic()

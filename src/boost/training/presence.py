@@ -35,6 +35,8 @@ class Presence:
         directory.mkdir(exist_ok=True)
         self._file = self._locked(directory / str(rank))
         self._file.truncate(0)
+        os.utime(self._file.fileno())
+        self._since = os.fstat(self._file.fileno()).st_mtime_ns
 
     def _locked(self, path: Path) -> TextIO:
         """The file, locked until the end of the process."""
@@ -88,12 +90,13 @@ class Presence:
         return silent
 
     def _others(self) -> list[int]:
-        """Ranks that have not said that they noticed a failure."""
+        """Ranks that have not said that they noticed a failure, of the attempt that this rank is in."""
         return [rank for rank in range(self.world) if rank != self.rank and not self._has_noticed(rank)]
 
     def _has_noticed(self, rank: int) -> bool:
+        path = self.directory / str(rank)
         try:
-            return (self.directory / str(rank)).read_text() == _NOTICED
+            return path.read_text() == _NOTICED and path.stat().st_mtime_ns >= self._since
         except OSError:
             return False
 
