@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -238,6 +239,45 @@ def test_a_second_run_leaves_the_first_alone(
     live.send_signal(signal.SIGTERM)
     live.communicate(timeout=60)
     assert live.returncode == 75
+
+
+# gloo's timeouts stay five times as long as asked for, as NCCL's do.
+PATIENT = """
+import sys
+from boost.cli import main
+from boost.training import loop
+loop.shorten_timeouts = lambda *_: None
+main()
+"""
+
+
+def test_a_stuck_rank_is_named_where_the_backend_does_not_tell(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's main thread waits in C++ and its launcher does nothing: a second thread ends it, in time."""
+    meeting_place = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    options = ("parallel.timeout_seconds=5", "checkpoint.every=0", "train.steps=5000")
+    processes = []
+    for rank in range(2):
+        one_rank(monkeypatch, rank, 2, meeting_place.port)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the store is there, no rank has to make it
+        command = [sys.executable, "-c", PATIENT, "train", str(config_file), *options]
+        processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    try:
+        wait_for_step(tmp_path / "run", 5, processes[0])
+        processes[1].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        _, errors = processes[0].communicate(timeout=20)
+        assert 4 < time.monotonic() - began < 15, "gloo would raise after 25 s"
+        assert processes[0].returncode == 3
+        assert errors.strip().splitlines()[-1].startswith("error: rank 1: is stuck"), errors
+        assert status(tmp_path / "run")["cause"].startswith("rank 1: is stuck")
+        log = (tmp_path / "run" / "log.txt").read_text()
+        assert "The main thread is at" in log and "all_reduce" in log
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_ranks_of_other_configurations(config_file: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 from boost.errors import ENVIRONMENT, PREEMPTED, BoostError, EnvironmentFailure, PeerFailure, Preempted
 
@@ -31,6 +34,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 _LOST = "lost contact with another rank"
 _DIED = "was killed or crashed"
 _ABSENT = "did not start, or ended before all ranks had met"
+_leaving = threading.Lock()
 
 
 class RunFailed(BoostError):
@@ -86,6 +90,7 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     from boost.training.loop import train as run_loop
     from boost.training.presence import Presence
     from boost.training.signals import StopRequest
+    from boost.training.watch import Watch
 
     rank, world = int(os.environ.get("RANK", "0")), _world_size(config)
     if rank == 0 and _CHILD not in os.environ:
@@ -116,8 +121,12 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
             _common_settings(config),
         )
         met = True
-        with StopRequest() as stop:
-            run_loop(config, mesh, run, stop)
+        with ExitStack() as stack:
+            stop, watch = stack.enter_context(StopRequest()), None
+            if presence is not None:
+                leave = partial(_leave, config, run, presence, True)
+                watch = stack.enter_context(Watch(stop, presence, config.parallel.timeout_seconds, leave))
+            run_loop(config, mesh, run, stop, watch)
             if rank == 0:
                 run.write_status("done", 0, "")
             meshes.stop()
@@ -127,16 +136,28 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         if presence is not None:
             # The launcher ends the survivors of a failure at once; they are leaving, and have something to say first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _leave(config, run, presence, met, error)
         failure = _as_failure(error)
-        if presence is not None and isinstance(failure, PeerFailure):
+        if met or rank == 0 or _CHILD in os.environ:
+            _record_failure(run, rank, failure, error)
+        raise failure from error
+    finally:
+        run.unlock()
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def _leave(config: TrainConfig, run: RunDirectory, presence: Presence, met: bool, error: BaseException) -> NoReturn:
+    """Records the failure of one of several ranks, says it and ends the process. The first thread to come here does."""
+    with _leaving:
+        failure = _as_failure(error)
+        if isinstance(failure, PeerFailure):
             died = _DIED if met else _ABSENT
             failure = _name_the_lost(presence, failure, died, config.parallel.timeout_seconds / 5)
         # A rank that has met nobody may be one of a second run, of which rank 0 was refused: the directory is not its.
-        stray = presence is None or isinstance(failure, PeerFailure)
-        if met or rank == 0 or _CHILD in os.environ or not stray:
-            _record_failure(run, rank, failure, error)
-        if presence is None:
-            raise failure from error
+        if met or presence.rank == 0 or _CHILD in os.environ or not isinstance(failure, PeerFailure):
+            _record_failure(run, presence.rank, failure, error)
         presence.report()
         # Peers may wait in a collective: leaving at once is what tells them, and no teardown can hang.
         if _CHILD not in os.environ:
@@ -144,11 +165,6 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(failure.exit_code)
-    finally:
-        run.unlock()
-        for handler in handlers:
-            logger.removeHandler(handler)
-            handler.close()
 
 
 def _common_settings(config: TrainConfig) -> dict[str, object]:
@@ -283,7 +299,9 @@ def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
     # rank gave its own account and exited with its code, signals to others say nothing of the cause.
     if status is None or not (told and (not ended or status["exit_code"] in ended.values())):
         killed = {rank: -code for rank, code in ended.items() if code < 0}
-        first = {rank: number for rank, number in killed.items() if number != signal.SIGTERM} or killed
+        # NCCL aborts the ranks that have waited in vain for another.
+        of_others = (signal.SIGTERM, signal.SIGABRT)
+        first = {rank: number for rank, number in killed.items() if number not in of_others} or killed
         if first:
             rank, number = min(first.items())
             name = signal.Signals(number).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,13 +40,20 @@ from boost.training.run_directory import RunDirectory
 from boost.training.schedule import lr_multiplier
 from boost.training.signals import StopRequest
 from boost.training.state import check_resumable, load_state, save_state
+from boost.training.watch import Watch
 
 logger = logging.getLogger("boost")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest | None = None) -> None:
+def train(
+    config: TrainConfig,
+    mesh: Mesh,
+    run: RunDirectory,
+    stop: StopRequest | None = None,
+    watch: Watch | None = None,
+) -> None:
     """Trains to `train.steps`, resuming from the newest complete checkpoint of the run directory.
 
     Every rank of the mesh calls it. Before every step, and between the batches of a validation, all ranks look together
@@ -57,6 +65,7 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         Preempted: the run was asked to stop and has saved its state.
     """
     main, stop = mesh.world.rank == 0, stop or StopRequest()
+    waiting = nullcontext if watch is None else watch.waiting
     dataset = open_dataset(config)
     if not same_on_all_ranks(int(dataset.fingerprint[:15], 16), mesh.world):
         raise UserError("data.path", "ranks see different datasets", got=f"fingerprint {dataset.fingerprint[:12]} here")
@@ -88,23 +97,26 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         save_state(saver, run.checkpoints, step, model, optimizer, config, mesh, dataset.fingerprint, tokenizer)
 
     def asked_to_stop() -> bool:
+        if watch is not None:
+            watch.beat()
         return any_rank(stop.requested, mesh.world)
 
     def validate(step: int) -> Evaluation | None:
         if config.train.validate_every == 0 or dataset.validation is None:
             return None
         began = time.perf_counter()
-        result = evaluate(
-            model,
-            dataset.validation,
-            context_token(dataset),
-            config.train.sequence_length,
-            # A pipeline takes a whole step's sequences at a time.
-            config.train.micro_batch_size * (config.micro_batches if mesh.pp.size > 1 else 1),
-            mesh.dp,
-            mesh.device,
-            asked_to_stop,
-        )
+        with waiting():
+            result = evaluate(
+                model,
+                dataset.validation,
+                context_token(dataset),
+                config.train.sequence_length,
+                # A pipeline takes a whole step's sequences at a time.
+                config.train.micro_batch_size * (config.micro_batches if mesh.pp.size > 1 else 1),
+                mesh.dp,
+                mesh.device,
+                asked_to_stop,
+            )
         outcome = "broken off, for the run was asked to stop" if result is None else result
         logger.info("validation after step %d: %s (%.1f s)", step, outcome, time.perf_counter() - began)
         return result
@@ -114,26 +126,31 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
     with Progress(config.train.steps, start, enabled=main) as progress, saver:
         before_first = validate(0) if start == 0 and not asked_to_stop() else None
         for batch in batches.iterate(start, config.train.steps, mesh.device):
-            if any_rank(stop.requested or saver.failed, mesh.world):
+            with waiting():
+                ends = any_rank(stop.requested or saver.failed, mesh.world)
+            if ends:
                 break
             began = time.perf_counter()
             multiplier = lr_multiplier(
                 config.schedule, step, config.train.steps, config.optimizer.exact_every, restart_every
             )
             lr = config.optimizer.lr * multiplier
-            loss, norm = update(
-                model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
-            )
-            step += 1
-            if restart_every is not None and steps_since_restart(step, restart_every) == 0:
-                restart(model, optimizer, config.train.seed, step, mesh.tp)
+            with waiting():
+                loss, norm = update(
+                    model, optimizer, batch, lr, config.optimizer.clip, mesh, step + 1, zero=config.parallel.zero
+                )
+                step += 1
+                if restart_every is not None and steps_since_restart(step, restart_every) == 0:
+                    restart(model, optimizer, config.train.seed, step, mesh.tp)
+                if mesh.device.type == "cuda":
+                    torch.cuda.synchronize(mesh.device)
+            seconds = time.perf_counter() - began
             if step == start + 1:
                 shorten_timeouts(mesh, config.parallel.timeout_seconds)
+                if watch is not None:
+                    watch.limit()
                 if isinstance(model, PipelinedDecoder):
                     model.communicate_over(mesh.prompt)
-            if mesh.device.type == "cuda":
-                torch.cuda.synchronize(mesh.device)
-            seconds = time.perf_counter() - began
 
             flops = flops_per_token * tokens_per_step / seconds
             record: dict[str, Any] = {
@@ -173,6 +190,8 @@ def train(config: TrainConfig, mesh: Mesh, run: RunDirectory, stop: StopRequest 
         writer.close()
         for path in write_plots(run.read_metrics(), run.path / "plots") if config.logging.plots else ():
             logger.info("plot %s", path)
+    if watch is not None:
+        watch.finish()
     barrier(mesh.saving)  # the others stay until rank 0 has written all of this: a rank that exits ends the rest
     if stopped:
         raise Preempted(

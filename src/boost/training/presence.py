@@ -8,12 +8,15 @@ machines and without a connection.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
 from typing import TextIO
 
 from boost.errors import EnvironmentFailure
+
+logger = logging.getLogger("boost")
 
 _NOTICED = "failed"
 # A dead rank's lock may drop a moment late, and others lock for an instant to see who is there.
@@ -66,9 +69,10 @@ class Presence:
 
     def report(self) -> None:
         """Says that this rank has noticed a failure."""
-        self._file.seek(0)
-        self._file.write(_NOTICED)
-        self._file.flush()
+        try:
+            os.pwrite(self._file.fileno(), _NOTICED.encode(), 0)
+        except OSError as error:  # a full disk, say: then the others can only tell that this rank has ended
+            logger.warning("%s: cannot be written: %s", self._file.name, error.strerror)
 
     def leave(self) -> None:
         """Ends the presence of a rank that is done."""
@@ -81,6 +85,10 @@ class Presence:
         while not (gone := [rank for rank in self._others() if self._dead(rank)]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return gone
+
+    def ended(self) -> list[int]:
+        """Ranks whose process has ended, with a word or without."""
+        return [rank for rank in range(self.world) if rank != self.rank and self._dead(rank)]
 
     def silent(self, patience: float) -> list[int]:
         """Ranks that have not noticed the failure after so many seconds, when a rank that only waits would have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -32,9 +33,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self._since = 0.0
+        self._arrived = False
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._previous_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
     def __exit__(
@@ -42,6 +48,18 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_writer)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def arrived(self) -> bool:
+        """Inside the `with` block, for another thread: whether a signal has come, be its handler still to run."""
+        try:
+            numbers = os.read(self._reader, 256)
+        except BlockingIOError:
+            numbers = b""
+        self._arrived = self._arrived or any(number in self.SIGNALS for number in numbers)
+        return self._arrived
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT and time.monotonic() - self._since > 3:
