@@ -99,6 +99,16 @@ def test_micro_batch_defaults_to_the_share_of_a_data_parallel_rank() -> None:
     assert config(parallel={"dp": 4}).train.micro_batch_size == 2
 
 
+@pytest.mark.parametrize(("sequences", "pp", "size"), [(8, 2, 4), (8, 3, 2), (7, 2, 1), (12, 4, 3), (2**31 - 1, 2, 1)])
+def test_micro_batch_defaults_to_what_1f1b_can_take(sequences: int, pp: int, size: int) -> None:
+    train, model = {"global_batch_size": 2 * sequences if sequences < 100 else sequences}, {"layers": 4}
+    dp = 2 if sequences < 100 else 1
+    resolved = config(model=model, train=train, parallel={"pp": pp, "dp": dp})
+    assert resolved.train.micro_batch_size == size
+    gpipe = config(model=model, train=train, parallel={"pp": pp, "dp": dp, "pipeline_schedule": "gpipe"})
+    assert gpipe.train.micro_batch_size == sequences
+
+
 def test_a_dense_model_has_no_rank() -> None:
     dense = config(model={"linear": "dense"})
     assert dense.model.rank is None
@@ -177,6 +187,7 @@ def test_whole_numbers_do_for_floats(write: Write) -> None:
         ("run.dir=3", "(expected text, got 3); put it in quotes"),
         ("run.dir=''", "got '')"),
         ("train.precision=fp23", "(expected bf16, fp32 or fp64, got 'fp23'); did you mean fp32?"),
+        ("train.precision=fp16", "did you mean bf16?"),
         ("model.crossing=", "got null); did you mean none?"),
         ("run.resume=true", "(expected auto or false, got true)"),
     ],
@@ -228,6 +239,11 @@ def test_a_field_outside_any_section_is_sent_to_its_own(write: Write) -> None:
     path = write(TEXT + "lr: 3\n")
     assert file_refusal(path).startswith(f"{path}: lr: unknown section (expected model,")
     assert file_refusal(path).endswith("did you mean optimizer.lr?")
+
+
+def test_a_misspelt_extends_is_the_only_problem(write: Write) -> None:
+    path = write("extend: quickstart\nrun: {dir: runs/mine}\n")
+    assert file_refusal(path) == f"{path}: extend: unknown section; did you mean extends?"
 
 
 def test_a_section_must_be_a_mapping_and_may_be_empty(write: Write) -> None:
@@ -609,10 +625,11 @@ def test_split_batch_keeps_weights_gathered() -> None:
         (
             {"pp": 4, "dp": 2},
             {"global_batch_size": 18, "micro_batch_size": 3},
-            "1f1b needs as many micro-batches as stages; 9 sequences of a dp rank are 3 of 3 "
-            "(expected at least 4 micro-batches, got 3); lower it to 1",
+            "train.micro_batch_size: with parallel.pp = 4, 1f1b needs 4 or more micro-batches of the 9 sequences of a "
+            "dp rank (expected at most 1, got 3); set train.micro_batch_size=1",
         ),
-        ({"pp": 2}, {"global_batch_size": 1}, "enlarge train.global_batch_size"),
+        ({"pp": 2}, {"global_batch_size": 1}, "at least 2, got 1); set train.global_batch_size=2"),
+        ({"pp": 2, "dp": 2}, {"global_batch_size": 1}, "is not a whole number of micro-batches on every data-parallel"),
         (
             {"pp": 2, "pipeline_schedule": "interleaved_1f1b"},
             {"global_batch_size": 10, "micro_batch_size": 2},

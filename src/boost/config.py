@@ -23,7 +23,7 @@ from boost.config_loader import (
     read_layers,
     read_overrides,
 )
-from boost.config_rules import STAGES_PER_RANK, violations_of
+from boost.config_rules import STAGES_PER_RANK, micro_batch_size, violations_of
 from boost.config_violations import RulesBroken
 
 __all__ = [
@@ -181,8 +181,9 @@ class TrainSection(_Section):
     sequence_length: Size = Field(default=256, description="tokens per sequence; default: the C4/LLaMA lineage")
     global_batch_size: Size = Field(default=8, description="sequences per optimiser step, over all ranks")
     micro_batch_size: Size = Field(
-        default_factory=lambda data: data["global_batch_size"],  # TrainConfig divides it by dp
-        description="sequences per forward pass of one data-parallel rank; default: global_batch_size / dp",
+        default_factory=lambda data: data["global_batch_size"],  # TrainConfig divides it
+        description="sequences per forward pass of one data-parallel rank; default: global_batch_size / dp, "
+        "under 1f1b divided once more to give every stage one",
     )
     seed: Seed = Field(default=0, description="seed of the initial weights and of dropout")
     precision: Literal["bf16", "fp32", "fp64"] = Field(
@@ -353,7 +354,7 @@ class TrainConfig(_Section):
         if violations:
             raise RulesBroken(violations)
         if "micro_batch_size" not in self.train.model_fields_set:
-            micro = self.train.global_batch_size // self.parallel.dp
+            micro = micro_batch_size(self)
             object.__setattr__(self, "train", self.train.model_copy(update={"micro_batch_size": micro}))
         if self.parallel.tp > 1 and "overlap" not in self.parallel.model_fields_set:
             parallel = self.parallel.model_copy(update={"overlap": "weight_grads"})

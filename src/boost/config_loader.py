@@ -188,6 +188,10 @@ def read_layers(path: str | Path) -> list[Layer]:
         chain[identity] = label
         content = _read_mapping(file, referrer + label)
         parent = content.pop("extends", None)
+        for key, value in content.items():
+            # Else every field that the other file would set is missing as well.
+            if isinstance(value, str) and difflib.get_close_matches(str(key), ["extends"], 1, 0.8):
+                raise ConfigError([_line(f"{label}: {_name(key)}", "unknown section", hint="did you mean extends?")])
         layers.append(Layer(label, content))
         if parent is None:
             return layers[::-1]
@@ -424,6 +428,8 @@ def _hint(spec: Mapping[str, Any], value: object) -> str:
     """How to write what was probably meant."""
     kinds = {str(choice.get("type")) for choice in spec.get("anyOf", [spec])}
     if "enum" in spec:
+        if value == "fp16" and "bf16" in spec["enum"]:
+            return "did you mean bf16?"
         near = difflib.get_close_matches("none" if value is None else str(value).lower(), spec["enum"], 1, 0.5)
         return f"did you mean {near[0]}?" if near else ""
     if "integer" in kinds and isinstance(value, float) and math.isfinite(value) and value == int(value):

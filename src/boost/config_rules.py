@@ -195,6 +195,24 @@ def _zero_rules(config: TrainConfig) -> Iterator[Violation]:
         )
 
 
+def micro_batch_size(config: TrainConfig) -> int:
+    """As set, or the share of a data-parallel rank; under 1f1b cut so that there are as many as pipeline stages."""
+    train, parallel = config.train, config.parallel
+    if "micro_batch_size" in train.model_fields_set:
+        return train.micro_batch_size
+    sequences = train.global_batch_size // parallel.dp
+    if parallel.pp == 1 or parallel.pipeline_schedule != "1f1b":
+        return sequences
+    return _largest_micro_batch(sequences, parallel.pp) or sequences
+
+
+def _largest_micro_batch(sequences: int, stages: int) -> int:
+    """The largest divisor that gives as many micro-batches as stages, 0 where there are fewer sequences."""
+    small = [divisor for divisor in range(1, math.isqrt(sequences) + 1) if sequences % divisor == 0]
+    counts = [count for divisor in small for count in (divisor, sequences // divisor) if count >= stages]
+    return sequences // min(counts) if counts else 0
+
+
 def _training_rules(config: TrainConfig) -> Iterator[Violation]:
     train, dp = config.train, config.parallel.dp
     unit, unit_text = dp, f"parallel.dp = {dp}"
@@ -218,9 +236,7 @@ def _training_rules(config: TrainConfig) -> Iterator[Violation]:
                 expected="none or weight_grads",
                 got="split_batch",
             )
-        micro = (
-            train.micro_batch_size if "micro_batch_size" in train.model_fields_set else train.global_batch_size // dp
-        )
+        micro = micro_batch_size(config)
         if micro < 2:
             yield Violation(
                 ("parallel.overlap", "train.micro_batch_size"),
@@ -322,20 +338,20 @@ def _pipeline_rules(config: TrainConfig) -> Iterator[Violation]:
             got="true",
         )
     sequences = train.global_batch_size // parallel.dp
-    micro = train.micro_batch_size if "micro_batch_size" in train.model_fields_set else sequences
-    if sequences < micro or sequences % micro:
+    micro = micro_batch_size(config)
+    if sequences == 0 or sequences % micro:
         return  # _training_rules says so
     count = sequences // micro
     rounds = max(1, count // pp)
-    fits = [size for size in range(1, sequences // pp + 1) if sequences % size == 0]
     fields = ("train.micro_batch_size", "train.global_batch_size", "parallel.dp", "parallel.pp")
+    fits = _largest_micro_batch(sequences, pp)
     if schedule == "1f1b" and count < pp:
         yield Violation(
             (*fields, "parallel.pipeline_schedule"),
-            f"1f1b needs as many micro-batches as stages; {sequences} sequences of a dp rank are {count} of {micro}",
-            expected=f"at least {pp} micro-batches",
-            got=count,
-            hint=f"lower it to {fits[-1]}" if fits else "enlarge train.global_batch_size",
+            f"with parallel.pp = {pp}, 1f1b needs {pp} or more micro-batches of the {sequences} sequences of a dp rank",
+            expected=f"at most {fits}" if fits else f"train.global_batch_size of at least {pp * parallel.dp}",
+            got=micro if fits else train.global_batch_size,
+            hint=f"set train.micro_batch_size={fits}" if fits else f"set train.global_batch_size={pp * parallel.dp}",
         )
     if schedule in ("interleaved_1f1b", "zero_bubble") and count % rounds:
         yield Violation(
