@@ -463,6 +463,35 @@ def test_resume_accepts_a_longer_run_at_another_rate(settings: Settings, tmp_pat
     assert records[-1]["lr"] < 1e-3
 
 
+@pytest.mark.parametrize("steps", [6, 4])
+def test_a_finished_run_is_left_as_it_is(
+    settings: Settings, tmp_path: Path, steps: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = in_directory(settings, tmp_path, "run")
+    run(config)
+    files = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
+    monkeypatch.setattr(loop.logger, "propagate", True)
+    caplog.set_level("INFO", "boost")
+    run(in_directory(settings, tmp_path, "run", train__steps=steps, optimizer__lr=1e-3))
+    assert f"nothing to do: step 6 of {steps}; raise train.steps or choose another run.dir" in caplog.text
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()} == files
+
+
+def test_what_has_no_effect_is_said(
+    settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("one document without another " * 20)
+    prepare([str(tmp_path / "text.txt")], tmp_path / "whole", "bpe4096")
+    monkeypatch.setattr(loop.logger, "propagate", True)
+    caplog.set_level("INFO", "boost")
+    run(in_directory(settings, tmp_path, "plain", train__steps=0, train__validate_every=2))
+    assert "no effect" not in caplog.text
+    changes = {"data__path": str(tmp_path / "whole"), "train__validate_every": 2, "parallel__zero": 1}
+    run(in_directory(settings, tmp_path, "run", train__steps=0, **changes))
+    assert f"train.validate_every has no effect: {tmp_path / 'whole'} has no validation split" in caplog.text
+    assert "parallel.zero has no effect: parallel.dp is 1" in caplog.text
+
+
 def test_bf16_trains_close_to_fp32_with_fp32_masters(settings: Settings, tmp_path: Path) -> None:
     reference = run(in_directory(settings, tmp_path, "fp32", train__precision="fp32", parallel__tp=2))
     config = in_directory(settings, tmp_path, "bf16", train__precision="bf16", parallel__tp=2)

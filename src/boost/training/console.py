@@ -102,6 +102,13 @@ def state_bytes(config: TrainConfig) -> float:
     return total / parallel.tp / parallel.pp
 
 
+def memory_line(config: TrainConfig) -> str:
+    return (
+        f"memory: about {state_bytes(config) / 2**20:.0f} MiB per rank for weights, gradients and moments, "
+        "activations not counted"
+    )
+
+
 def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -> None:
     """What is about to be trained, on what, and for how long."""
     model, train, parallel = config.model, config.train, config.parallel
@@ -128,10 +135,7 @@ def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -
         accumulation,
         train.micro_batch_size,
     )
-    logger.info(
-        "memory: about %.0f MiB per rank for weights, gradients and moments, activations not counted",
-        state_bytes(config) / 2**20,
-    )
+    logger.info("%s", memory_line(config))
     logger.info(
         "data: %s, %s training tokens, %.2f epochs in %d steps",
         dataset.path,
@@ -140,3 +144,7 @@ def log_summary(config: TrainConfig, mesh: Mesh, dataset: Dataset, start: int) -
         train.steps,
     )
     logger.info("run: %s, from step %d", config.run.dir, start)
+    if train.validate_every and dataset.validation is None:
+        logger.warning("train.validate_every has no effect: %s has no validation split", dataset.path)
+    if parallel.zero and parallel.dp == 1:
+        logger.warning("parallel.zero has no effect: parallel.dp is 1")

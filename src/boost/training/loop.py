@@ -71,6 +71,10 @@ def train(
         raise UserError("data.path", "ranks see different datasets", got=f"fingerprint {dataset.fingerprint[:12]} here")
     batches = Batches(dataset.train, config, mesh.dp)
     resumed, source = starting_point(config, mesh, run, dataset)
+    if resumed and source is not None and source.step >= config.train.steps:
+        what = "nothing to do: step %d of %d; raise train.steps or choose another run.dir"
+        logger.info(what, source.step, config.train.steps)
+        return
     model = build_model(config, mesh, source)
     optimizer = build_optimizer(model, config, mesh)
     start = restore(source, config, mesh, model, optimizer, resumed=resumed) if source else 0
@@ -129,6 +133,7 @@ def train(
             with waiting():
                 ends = any_rank(stop.requested or saver.failed, mesh.world)
             if ends:
+                logger.info("stopping after step %d, then saving", step)
                 break
             began = time.perf_counter()
             multiplier = lr_multiplier(
@@ -197,8 +202,6 @@ def train(
         raise Preempted(
             f"run.dir: stopped by a signal after step {step}, state saved; the same command goes on from here"
         )
-    if step > config.train.steps:
-        logger.info("nothing to do: step %d is past train.steps = %d", step, config.train.steps)
     logger.info("done: %d steps, checkpoint %s", step, run.checkpoints / f"step-{step}")
 
 
