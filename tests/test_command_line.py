@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def test_interrupted_and_resumed_runs_are_bit_identical(config_file: Path, tmp_p
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
+    assert "stopping after step" in (parts / "log.txt").read_text()
     stopped = status(parts)
     assert stopped["status"] == "preempted"
     assert stopped["exit_code"] == 75
@@ -115,12 +117,14 @@ def test_a_failed_start_replaces_an_old_status(config_file: Path, tmp_path: Path
     ("arguments", "names"),
     [
         (["train", "{config}", "optimizer.lrr=1"], ["command line", "optimizer.lrr", "optimizer.lr"]),
-        (["train", "{config}", "data.path=/nowhere"], ["/nowhere"]),
+        (["train", "{config}", "data.path=/nowhere"], ["data.path: no such dataset: /nowhere; make it"]),
+        (["train", "{config}", "data.path=nowhere"], ["data.path: no such dataset: nowhere in {folder}; make it"]),
         (["train", "{config}", "model.heads=6", "model.head_size=8", "parallel.tp=4"], ["parallel.tp", "model.heads"]),
         (["train", "no-such-file.yaml"], ["no-such-file.yaml"]),
         (["train", "quickstrt"], ["quickstrt", "quickstart"]),
         (["train", "{config}", "parallel.pp=8", "parallel.pipeline_schedule=gpipe"], ["parallel.pp", "model.layers"]),
-        (["train"], ["command line", "config"]),
+        (["train"], ["command line", "'config'; see `", "boost train --help`"]),
+        (["train", "{config}", "--train.steps=3"], ["--train.steps; ", "such as train.steps=10, without dashes"]),
         (["generate", "nowhere", "--prompt", "x"], ["nowhere"]),
         (["data", "prepare", "missing.txt", "--out", "out", "--tokenizer", "bpe4096"], ["missing.txt"]),
     ],
@@ -135,7 +139,7 @@ def test_mistakes_are_one_line(config_file: Path, tmp_path: Path, arguments: lis
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: ")
     for name in names:
-        assert name in line
+        assert name.format(folder=tmp_path) in line
 
 
 def test_all_mistakes_are_reported_at_once(config_file: Path) -> None:
@@ -186,6 +190,7 @@ def test_print_config_can_be_trained(config_file: Path, tmp_path: Path) -> None:
     assert result.returncode == 0
     (tmp_path / "resolved.yaml").write_text(result.stdout)
     assert yaml.safe_load(result.stdout)["train"]["steps"] == 2
+    assert re.fullmatch(r"# memory: about \d+ MiB per rank .*", result.stdout.splitlines()[-1])
     again = boost("train", str(tmp_path / "resolved.yaml"), "--print-config")
     assert again.stdout == result.stdout
 

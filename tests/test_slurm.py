@@ -12,7 +12,7 @@ import pytest
 
 from boost.config import TrainConfig
 from boost.errors import UserError
-from boost.slurm import batch_script
+from boost.slurm import batch_script, crosses_machines
 from tests.processes import boost, records, status
 
 
@@ -32,6 +32,30 @@ def test_what_it_asks_for() -> None:
 def test_ranks_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(UserError, match=r"--nodes: .* \(expected a divisor of tp\*pp\*dp = 4\*1\*1 = 4, got 3\)"):
         script("parallel.tp=4", nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "nodes", "crosses"),
+    [(4, 2, 2, False), (4, 2, 4, True), (2, 4, 4, False), (2, 3, 2, True), (1, 4, 4, False)],
+)
+def test_tensor_parallelism_between_machines_is_noticed(tp: int, dp: int, nodes: int, crosses: bool) -> None:
+    config = TrainConfig.load("quickstart", [f"parallel.tp={tp}", f"parallel.dp={dp}", f"train.global_batch_size={dp}"])
+    assert crosses_machines(config, nodes) == crosses
+
+
+@pytest.mark.slow
+def test_a_script_is_not_overwritten_by_another(tmp_path: Path) -> None:
+    file = tmp_path / "run.sbatch"
+    command = ("slurm", "quickstart", "--nodes", "2", "--output", str(file))
+    first = boost(*command)
+    assert (
+        first.returncode == 0 and "memory: about" in first.stderr and "warning: parallel.tp: its ranks" in first.stderr
+    )
+    text = file.read_text()
+    assert boost(*command).returncode == 0, "the same content is no loss"
+    other = boost(*command, "parallel.dp=2")
+    assert other.returncode == 2 and "exists already, with other content" in other.stderr
+    assert file.read_text() == text
 
 
 @pytest.mark.parametrize("option", ["time", "partition", "account"])

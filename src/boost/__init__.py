@@ -32,4 +32,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'boost' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 announce()

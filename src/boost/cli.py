@@ -6,7 +6,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -44,7 +44,9 @@ def train(
 
     resolved = TrainConfig.load(config, overrides or [])
     if print_config:
-        typer.echo(resolved.to_yaml(), nl=False)
+        from boost.training.console import memory_line
+
+        typer.echo(f"{resolved.to_yaml()}# {memory_line(resolved)}")
         return
     from boost.launch import train as run
 
@@ -63,15 +65,24 @@ def slurm(
 ) -> None:
     """Write a Slurm batch script that trains, and goes on by itself after the time limit."""
     from boost.config import TrainConfig
-    from boost.slurm import batch_script
+    from boost.slurm import batch_script, crosses_machines
+    from boost.training.console import memory_line
 
     resolved = TrainConfig.load(config, overrides or [])
     arguments = [config, *(overrides or [])]
     script = batch_script(resolved, arguments, nodes, time=time, partition=partition, account=account)
+    typer.echo(memory_line(resolved), err=True)
+    if crosses_machines(resolved, nodes):
+        hint = "use fewer --nodes, or a tp that divides the ranks of one"
+        typer.echo(f"warning: parallel.tp: its ranks lie on more than one node, where links are slow; {hint}", err=True)
     if output is None:
         typer.echo(script, nl=False)
         return
     try:
+        if output.exists() and output.read_text() != script:
+            raise UserError(
+                str(output), "exists already, with other content", hint="name another --output or delete it"
+            )
         output.write_text(script)
     except OSError as error:
         raise UserError(str(output), f"cannot be written: {error.strerror}") from error
@@ -307,6 +318,14 @@ def _options(
     pass
 
 
+def _usage_problem(error: Any) -> str:
+    command = error.ctx.command if error.ctx else None
+    hint = f"see `{error.ctx.command_path if command else 'boost'} --help`"
+    if hasattr(error, "option_name") and command and any(argument.name == "overrides" for argument in command.params):
+        hint = f"a field is set as section.field=value, such as train.steps=10, without dashes; {hint}"
+    return f"{error.format_message().rstrip('.')}; {hint}"
+
+
 def main() -> None:
     """Runs the command line; the exit codes are those of `boost.errors`, and a failure's last line says what it was."""
     try:
@@ -320,7 +339,7 @@ def main() -> None:
         code = ENVIRONMENT
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of typer's own copy of click, which has no public name
-            print(f"error: command line: {error.format_message()}; see `boost --help`", file=sys.stderr)
+            print(f"error: command line: {_usage_problem(error)}", file=sys.stderr)
             code = USER
         else:
             traceback.print_exc()

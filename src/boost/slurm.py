@@ -84,6 +84,12 @@ def batch_script(
     )
 
 
+def crosses_machines(config: TrainConfig, nodes: int) -> bool:
+    """Whether the tp ranks of a group, which are neighbours, lie on more than one of these machines."""
+    parallel = config.parallel
+    return parallel.tp * parallel.pp * parallel.dp // nodes % parallel.tp != 0
+
+
 def _checked(option: str, value: str | None, pattern: re.Pattern[str], expected: str) -> str | None:
     if value is not None and not pattern.fullmatch(value):
         raise UserError(option, "is not one that Slurm takes", expected=expected, got=repr(value))

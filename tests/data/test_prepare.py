@@ -191,11 +191,11 @@ def test_refusals(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
         assert error.value.exit_code == 2
         assert not out.exists() and not list(tmp_path.glob(".boost-*"))
 
-    refused("less than 3 documents, got 3", validation_last=3)
-    refused("negative", validation_last=-1)
+    refused("^--validation-last: .*less than 3 documents, got 3.*; a text file is one document", validation_last=3)
+    refused("^--validation-last: negative", validation_last=-1)
     refused("out of range", validation_fraction=1.0)
     refused("out of range", validation_fraction=float("nan"))
-    refused("excludes validation_last", validation_last=1, validation_fraction=0.1)
+    refused("excludes --validation-last", validation_last=1, validation_fraction=0.1)
     refused("leaves a split empty", validation_fraction=1e-9)
     refused("on_error", on_error="ignore")
     refused(r"hold no text \(got 2 empty documents\)", [write_jsonl(["", " \n\t"], "empty.jsonl")])

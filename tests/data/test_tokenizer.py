@@ -91,6 +91,8 @@ def test_train(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
     # So little text has no more pairs to merge: the result says how many entries there are.
     small = train_tokenizer([source], 5000, tmp_path / "small.json")
     assert 270 < small.vocab_size == vocabulary_size(load_tokenizer(tmp_path / "small.json")) < 300
+    assert f"{small.vocab_size} entries (not 5000: no more pairs to merge)" in str(small)
+    assert "270 entries, trained on 40" in str(result)
 
 
 def test_train_refusals(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:

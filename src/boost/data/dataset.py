@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,10 @@ def open_dataset(config: TrainConfig) -> Dataset:
     """
     if config.data.path is None:
         raise UserError("data.path", "is not set", hint="prepare a dataset with `boost data prepare`")
+    if not os.path.exists(config.data.path):  # unlike Path.exists, also for names no file system takes
+        where = "" if os.path.isabs(config.data.path) else f" in {Path.cwd()}"
+        what = f"no such dataset: {config.data.path}{where}"
+        raise UserError("data.path", what, hint="make it with `boost data prepare`, or start in its folder")
     return Dataset.open(
         config.data.path, vocab_size=config.model.vocab_size, sequence_length=config.train.sequence_length
     )

@@ -149,11 +149,11 @@ def prepare(
 
 def _check_options(validation_last: int, validation_fraction: float) -> None:
     if validation_last < 0:
-        raise UserError("validation_last", "negative", expected="0 or more", got=validation_last)
+        raise UserError("--validation-last", "negative", expected="0 or more", got=validation_last)
     if not 0 <= validation_fraction < 1:
-        raise UserError("validation_fraction", "out of range", expected="0 <= fraction < 1", got=validation_fraction)
+        raise UserError("--validation-fraction", "out of range", expected="0 <= fraction < 1", got=validation_fraction)
     if validation_last and validation_fraction:
-        raise UserError("validation_fraction", "excludes validation_last", hint="give one of the two")
+        raise UserError("--validation-fraction", "excludes --validation-last", hint="give one of the two")
 
 
 def _required(id_: int | None, what: str, names: Sequence[str], tokenizer: str | Path, remedy: str) -> int:
@@ -285,14 +285,15 @@ def _check_splits(seen: int, empty: int, train: SplitWriter, validation: SplitWr
         raise UserError("INPUT", "the inputs hold no text", got=f"{empty} empty documents")
     if options.validation_last >= seen:
         raise UserError(
-            "validation_last",
+            "--validation-last",
             "leaves no document for training",
             expected=f"less than {seen} documents",
             got=options.validation_last,
+            hint="a text file is one document, a line of JSONL too; hold out fewer, or split the text",
         )
     if train.documents == 0 or (validation is not None and validation.documents == 0):
         raise UserError(
-            "validation_fraction",
+            "--validation-fraction",
             f"{options.validation_fraction} of {seen} documents leaves a split empty",
             hint="use --validation-last with so few documents",
         )

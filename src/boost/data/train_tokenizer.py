@@ -24,18 +24,21 @@ class TrainedTokenizer:
     Attributes:
         path: the file.
         vocab_size: entries; fewer than asked for where the text has no more pairs to merge.
+        asked: the `vocab_size` asked for.
         documents: how many it was trained on.
         skipped: bad records left out.
     """
 
     path: Path
     vocab_size: int
+    asked: int
     documents: int
     skipped: int
 
     def __str__(self) -> str:
         skipped = f", {self.skipped} bad records skipped" if self.skipped else ""
-        return f"{self.path}: {self.vocab_size} entries, trained on {self.documents} documents{skipped}"
+        fewer = f" (not {self.asked}: no more pairs to merge)" if self.vocab_size < self.asked else ""
+        return f"{self.path}: {self.vocab_size} entries{fewer}, trained on {self.documents} documents{skipped}"
 
 
 def train_tokenizer(
@@ -60,7 +63,9 @@ def train_tokenizer(
     """
     out = Path(out)
     if vocab_size < SMALLEST:
-        raise UserError("vocab_size", "too small for a byte-level BPE", expected=f"at least {SMALLEST}", got=vocab_size)
+        raise UserError(
+            "--vocab-size", "too small for a byte-level BPE", expected=f"at least {SMALLEST}", got=vocab_size
+        )
     if out.exists():
         raise UserError(str(out), "exists already", hint="name another --out or delete it")
     faults = Faults(on_error)
@@ -78,7 +83,7 @@ def train_tokenizer(
     if texts.documents == 0:
         raise UserError("INPUT", "the inputs hold no text")
     _write(out, tokenizer.to_str(pretty=True))
-    return TrainedTokenizer(out, tokenizer.get_vocab_size(), texts.documents, faults.skipped)
+    return TrainedTokenizer(out, tokenizer.get_vocab_size(), vocab_size, texts.documents, faults.skipped)
 
 
 class _Texts:

@@ -56,7 +56,8 @@ def export(
         (partial / "export").mkdir()
         stock = _write(opened, config, partial / "export", merge, shard_bytes)
     how = "" if stock else ", trust_remote_code=True"
-    return f"exported {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{how})"
+    tokenizer = f"PreTrainedTokenizerFast.from_pretrained({str(out)!r})"
+    return f"exported {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{how}), {tokenizer}"
 
 
 def _check(model: ModelSection, merge: bool) -> None:
