@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 
+import boost
 from boost.cli import app
 from boost.config import ModelSection, TrainConfig, preset_names
 from boost.config_rules import NOT_AVAILABLE
@@ -116,6 +117,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_every_document_can_be_reached(document: Path) -> None:
     if document.name != "README.md":
         assert f"({document.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_public_names_can_be_listed() -> None:
+    assert dir(boost) == sorted(boost.__all__)
+    assert all(getattr(boost, name) for name in boost.__all__)
 
 
 def fields() -> dict[str, Any]:
