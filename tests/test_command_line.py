@@ -190,7 +190,7 @@ def test_print_config_can_be_trained(config_file: Path, tmp_path: Path) -> None:
     assert result.returncode == 0
     (tmp_path / "resolved.yaml").write_text(result.stdout)
     assert yaml.safe_load(result.stdout)["train"]["steps"] == 2
-    assert re.fullmatch(r"# memory: about \d+ MiB per rank .*", result.stdout.splitlines()[-1])
+    assert re.fullmatch(r"memory: about \d+ MiB per rank .*", result.stderr.splitlines()[-1])
     again = boost("train", str(tmp_path / "resolved.yaml"), "--print-config")
     assert again.stdout == result.stdout
 

@@ -46,7 +46,8 @@ def train(
     if print_config:
         from boost.training.console import memory_line
 
-        typer.echo(f"{resolved.to_yaml()}# {memory_line(resolved)}")
+        typer.echo(resolved.to_yaml(), nl=False)
+        typer.echo(memory_line(resolved), err=True)
         return
     from boost.launch import train as run
 
