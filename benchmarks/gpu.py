@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -173,7 +174,9 @@ def loss_and_gradients(config: TrainConfig, device: torch.device) -> tuple[float
 
 
 def distance(value: Tensor, exact: Tensor) -> float:
-    return float((value - exact).norm() / exact.norm())
+    """In norm, relative; infinite where it is not a number, which `max` would pass by."""
+    relative = float((value - exact).norm() / exact.norm())
+    return math.inf if math.isnan(relative) else relative
 
 
 # --- Time ---

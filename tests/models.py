@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -120,12 +121,16 @@ def loss_and_gradients(decoder: Decoder, ids: Tensor, labels: Tensor) -> tuple[T
 
 
 def distance(value: Tensor, reference: Tensor) -> float:
-    """|value - reference| / |reference| in norm; a zero reference must be met exactly."""
+    """|value - reference| / |reference| in norm; a zero reference must be met exactly.
+
+    Infinite, and never NaN, which `max` may pass by, where one of them is not finite.
+    """
     scale = reference.double().norm()
     difference = (value.double() - reference.double()).norm()
     if scale == 0:
-        return 0.0 if difference == 0 else float("inf")
-    return float(difference / scale)
+        return 0.0 if difference == 0 else math.inf
+    relative = float(difference / scale)
+    return math.inf if math.isnan(relative) else relative
 
 
 def worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> tuple[float, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from typing import Any
 
@@ -25,6 +26,14 @@ AXES: dict[str, list[Any]] = {
     "group_b": [True, False],
     "norm": ["online", "sync"],
     "extreme": ["plain", "outlier", "zero_shard", "tiny"],
+}
+# Fields of `parallel` that only change how a layout computes what it computes, for tests of layouts over other ranks.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ungrouped": {"group_linears": False},
+    "sync": {"norm": "sync"},
+    "sharded_bottleneck": {"sequence_sharded_bottleneck": True},
+    "fp32_wire": {"bridge_dtype": "fp32"},
 }
 
 
@@ -132,3 +141,13 @@ def test_layout_equals_single_process(tp: int) -> None:
         for case, loss_error, gradient_error, name in result:
             assert loss_error <= TOLERANCE, (case, loss_error)
             assert gradient_error <= TOLERANCE, (case, gradient_error, name)
+
+
+def test_what_is_no_number_is_infinitely_far() -> None:
+    """Wherever it stands: `max` passes by a NaN that is not the first."""
+    right = {name: torch.ones(2) for name in "abc"}
+    assert worst(right, right)[0] == 0
+    for broken in (math.nan, math.inf):
+        for name in right:
+            wrong = {**right, name: torch.tensor([1.0, broken])}
+            assert worst(wrong, right) == worst(right, wrong) == (math.inf, name)
