@@ -4,44 +4,54 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
-from torch.utils.flop_counter import FlopCounterMode
 
-from boost.bench.memory import track_storages
 from boost.config import TrainConfig
 from boost.config_rules import STAGES_PER_RANK, ZERO_BUBBLE
 from boost.model.stages import PipelinedDecoder
-from boost.parallel.bubble import Action, actions
-from boost.parallel.collectives import count_collectives
 from boost.parallel.mesh import Group, Mesh
+from boost.parallel.sharding import held_rows
 from boost.training.batches import Batch, MicroBatch
-from boost.training.loop import build_model, forward_backward, update
+from boost.training.loop import build_model, update
 from boost.training.optimizers.adamw import build_adamw
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_layout_parity import pairwise
-from tests.models import SMALL, build, distance, load, perturbed, tensors, worst
+from tests.distributed.test_layout_parity import EXTRAS, pairwise
+from tests.models import SMALL, build, load, perturbed, tensors, worst
 
+FULL = bool(os.environ.get("BOOST_FULL_PARITY"))
 TOLERANCE = 1e-9
 STEPS, SEQUENCES, LENGTH = 3, 8, 7
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"]
 AXES: dict[str, list[Any]] = {
     "layout": [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)],  # tp, pp, dp
     "schedule": SCHEDULES,
-    "recompute": ["none", "latent"],
+    "recompute": ["none", "latent", "block"],
     "overlap": ["none", "weight_grads", "split_batch"],
-    "linear": ["btp", "vanilla", "dense"],
+    "linear": ["btp", "vanilla", "vanilla_sharded_heads", "dense"],
     "tie_embeddings": [True, False],
     "zero": [0, 1, 2, 3],
+    "extra": list(EXTRAS),
 }
 Case = dict[str, Any]
+
+
+PLAIN: Case = {
+    "layout": (1, 2, 1),
+    "schedule": "1f1b",
+    "recompute": "none",
+    "overlap": "none",
+    "linear": "btp",
+    "tie_embeddings": False,
+    "zero": 0,
+    "extra": "none",
+}
 
 
 class Outcome(NamedTuple):
@@ -54,6 +64,7 @@ class Outcome(NamedTuple):
 
 
 def product() -> list[Case]:
+    """Every composition that the configuration allows, but for eight processes, which are slow."""
     cases = []
     for values in itertools.product(*AXES.values()):
         case = dict(zip(AXES, values, strict=True))
@@ -65,19 +76,38 @@ def product() -> list[Case]:
             continue
         if case["linear"] == "dense" and case["recompute"] == "latent":
             continue
-        if case["overlap"] == "split_batch" and case["linear"] != "btp":
+        if case["overlap"] == "split_batch" and (case["linear"] != "btp" or case["recompute"] == "block"):
             continue
         if case["overlap"] != "none" and case["layout"][0] == 1:
             continue  # there is nothing to hide
-        if case["layout"] == (2, 2, 2) and case["linear"] != "btp":
+        if case["layout"] == (2, 2, 2) and case["linear"] != "btp" and case["schedule"] not in ("1f1b", "zbv"):
             continue  # eight processes are slow; the others have these
+        bridge = case["extra"] not in ("none", "ungrouped")
+        if bridge and (case["linear"] != "btp" or case["layout"][0] == 1 or case["overlap"] == "split_batch"):
+            continue  # these are about bridges, and split_batch has its own
+        if bridge and case["zero"] in (1, 3):
+            continue  # eight processes again; test_zero.py has all stages
         cases.append(case)
     return cases
 
 
+def plain(case: Case) -> bool:
+    """Whether the full product is taken of what this case is made of; the rest meets in pairs."""
+    return (
+        case["recompute"] != "block"
+        and case["extra"] == "none"
+        and case["linear"] in (("btp",) if case["layout"] == (2, 2, 2) else ("btp", "vanilla", "dense"))
+    )
+
+
 def config(case: Case, layout: tuple[int, int, int]) -> TrainConfig:
-    """GQA with biases where the table is tied; sizes that tp and the stages do not divide."""
+    """GQA with biases where the table is tied; sizes that tp and the stages do not divide.
+
+    Args:
+        layout: (1, 1, 1) is the reference: nothing recomputed, sharded or put off.
+    """
     tp, pp, dp = layout
+    alone = layout == (1, 1, 1)
     dense, tied = case["linear"] == "dense", case["tie_embeddings"]
     model = {
         **SMALL,
@@ -98,21 +128,23 @@ def config(case: Case, layout: tuple[int, int, int]) -> TrainConfig:
         "pp": pp,
         "dp": dp,
         "pipeline_schedule": case["schedule"],
-        "overlap": case["overlap"] if pp > 1 else "none",
-        "zero": case["zero"] if pp > 1 else 0,
+        "overlap": "none" if alone else case["overlap"],
+        "zero": 0 if alone else case["zero"],
+        **({} if alone else EXTRAS[case["extra"]] | case.get("parallel", {})),
     }
-    if case["linear"] == "vanilla":
-        parallel["tensor_layout"] = "vanilla"
+    if case["linear"] in ("vanilla", "vanilla_sharded_heads"):
+        parallel["tensor_layout"] = case["linear"]
     return TrainConfig.from_dict(
         {
             "model": model,
             "parallel": parallel,
             "train": {
-                "precision": "fp64",
+                "precision": case.get("precision", "fp64"),
                 "sequence_length": LENGTH,
                 "global_batch_size": SEQUENCES,
                 "micro_batch_size": case.get("micro", 2),
-                "recompute": case["recompute"] if pp > 1 else "none",
+                "recompute": "none" if alone else case["recompute"],
+                "compile": case.get("compile", False) and not alone,
             },
         }
     )
@@ -143,7 +175,7 @@ def batches(config: TrainConfig, mesh: Mesh) -> list[Batch]:
 def train(mesh: Mesh, case: Case) -> Outcome:
     """Three steps with clipping at work, from weights under which mistakes show."""
     settings = config(case, (mesh.tp.size, mesh.pp.size, mesh.dp.size))
-    if settings.parallel.zero:
+    if settings.parallel.zero and settings.parallel.dp_replicate == 1:
         mesh = replace(mesh, shards=mesh.dp, replicas=Group())
     model = build_model(settings, mesh)
     load(model, perturbed(tensors(build(settings.model))), mesh.tp)
@@ -161,7 +193,21 @@ def train(mesh: Mesh, case: Case) -> Outcome:
         outcome.losses.append(loss)
         outcome.norms.append(norm)
     outcome.weights.update(tensors(model, tp=mesh.tp, shards=mesh.shards))
+    if settings.model.tie_embeddings and isinstance(model, PipelinedDecoder):
+        check_twins(model, mesh)
     return outcome
+
+
+def check_twins(model: PipelinedDecoder, mesh: Mesh) -> None:
+    """Both ends of the stack have the same table, to the bit, in what this rank and its pp peers hold of it."""
+    tables = [model.decoders[0].embedding] if model.pipeline.holds_first else []
+    tables += [model.decoders[-1].head] if model.pipeline.holds_last else []
+    everyone: list[Any] = [None] * mesh.pp.size
+    mine = [held_rows(cast(Tensor, table.weight))[0].detach().numpy() for table in tables]
+    dist.all_gather_object(everyone, mine, group=mesh.pp.process_group)
+    embedding, head = itertools.chain(*everyone)
+    assert embedding.shape == head.shape
+    assert embedding.tobytes() == head.tobytes()
 
 
 def train_all(mesh: Mesh, cases: Sequence[Case]) -> list[Outcome]:
@@ -169,9 +215,11 @@ def train_all(mesh: Mesh, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def check(case: Case, ranks: Sequence[Outcome], reference: Outcome, tolerance: float = TOLERANCE) -> None:
-    """Every rank has the reference's numbers, and all ranks together have every tensor of it."""
+    """Every rank has the reference's numbers, loss and norm to the bit the same as any other, and all ranks together
+    have every tensor of it."""
     assert min(reference.norms) > 0.5, "clipping must be at work"
     for rank in ranks:
+        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms), case
         for name in ("losses", "norms"):
             for value, expected in zip(getattr(rank, name), getattr(reference, name), strict=True):
                 assert value == pytest.approx(expected, rel=tolerance), (case, name)
@@ -182,7 +230,8 @@ def check(case: Case, ranks: Sequence[Outcome], reference: Outcome, tolerance: f
 
 
 def chosen() -> list[Case]:
-    return product() if os.environ.get("BOOST_FULL_PARITY") else pairwise(product())
+    cases = pairwise(product())
+    return cases + [case for case in product() if plain(case) and case not in cases] if FULL else cases
 
 
 @pytest.mark.timeout(1800)  # the full product of eight processes takes minutes
@@ -196,13 +245,42 @@ def test_pipelines_equal_the_single_process(layout: tuple[int, int, int]) -> Non
         check(case, [rank[number] for rank in results], train(Mesh(), case))
 
 
+def replicated() -> list[Case]:
+    """HSDP under every schedule and stage that go together; eight processes, so the covering set takes two of them."""
+    cases: list[Case] = [
+        {
+            **PLAIN,
+            "layout": (1, 2, 4),
+            "schedule": schedule,
+            "zero": zero,
+            "tie_embeddings": (zero + len(schedule)) % 2 == 0,
+            "linear": "dense" if schedule == "gpipe" else "btp",
+            "recompute": "latent" if schedule == "1f1b" else "none",
+            "parallel": {"dp_replicate": 2},
+            "micro": 1,
+        }
+        for schedule, zero in itertools.product(SCHEDULES, (1, 2, 3))
+        if zero == 1 or schedule not in ZERO_BUBBLE
+    ]
+    return cases if FULL else [c for c in cases if (c["schedule"], c["zero"]) in (("1f1b", 2), ("zbv", 1))]
+
+
+@pytest.mark.timeout(600)
+def test_replicas_of_shards_of_stages() -> None:
+    cases = replicated()
+    assert {case["tie_embeddings"] for case in cases} == {True, False} if FULL else len(cases) == 2
+    results = run_ranks(8, train_all, cases, layout=(2, 4, 1), shards=2)
+    for number, case in enumerate(cases):
+        check(case, [rank[number] for rank in results], train(Mesh(), case))
+
+
 CROSSED: list[Case] = [
     {**dict(zip(AXES, values, strict=True)), "crossing": crossing}
     for crossing, *values in [
-        ("tensor", (2, 2, 1), "1f1b", "latent", "weight_grads", "btp", True, 0),
-        ("dense", (2, 2, 1), "zbv", "none", "none", "btp", False, 0),
-        ("identity", (2, 2, 1), "interleaved_1f1b", "none", "none", "btp", False, 0),
-        ("diagonal", (1, 2, 2), "gpipe", "none", "none", "btp", True, 3),
+        ("tensor", (2, 2, 1), "1f1b", "latent", "weight_grads", "btp", True, 0, "none"),
+        ("dense", (2, 2, 1), "zbv", "none", "none", "btp", False, 0, "none"),
+        ("identity", (2, 2, 1), "interleaved_1f1b", "none", "none", "btp", False, 0, "none"),
+        ("diagonal", (1, 2, 2), "gpipe", "none", "none", "btp", True, 3, "none"),
     ]
 ]
 
@@ -215,17 +293,6 @@ def test_stages_hand_bottlenecks_on(layout: tuple[int, int, int]) -> None:
     results = run_ranks(tp * pp * dp, train_all, cases, layout=(pp, dp, tp))
     for number, case in enumerate(cases):
         check(case, [rank[number] for rank in results], train(Mesh(), case))
-
-
-PLAIN: Case = {
-    "layout": (1, 2, 1),
-    "schedule": "1f1b",
-    "recompute": "none",
-    "overlap": "none",
-    "linear": "btp",
-    "tie_embeddings": False,
-    "zero": 0,
-}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -245,184 +312,3 @@ def test_fewer_micro_batches_than_stages() -> None:
     results = run_ranks(4, train_all, cases, layout=(4, 1, 1))
     for number, case in enumerate(cases):
         check(case, [rank[number] for rank in results], train(Mesh(), case))
-
-
-def second_step(mesh: Mesh, case: Case) -> Counter[tuple[str, int]]:
-    """What the second step sends and reduces, by name and elements."""
-    settings = config(case, (mesh.tp.size, mesh.pp.size, mesh.dp.size))
-    model = build_model(settings, mesh)
-    first, second, _ = batches(settings, mesh)
-    forward_backward(model, first, mesh)
-    ran: list[Action] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            patch.setattr(PipelineStage, name, _recorded(getattr(PipelineStage, name), name, ran))
-        with count_collectives() as seen:
-            forward_backward(model, second, mesh)
-            if isinstance(model, PipelinedDecoder):
-                model.join_twins()
-    if isinstance(model, PipelinedDecoder):
-        assert ran == actions(model.pipeline)[mesh.pp.rank], "the table is what is run"
-    assert all(c.bytes == 8 * c.elements for c in seen if c.name.rstrip("_") in ("send", "recv")), "fp64"
-    return Counter((c.name.rstrip("_"), c.elements) for c in seen)
-
-
-def _recorded(function: Any, name: str, ran: list[Action]) -> Any:
-    def run(stage: PipelineStage, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        split = kwargs.get("full_backward") is False
-        kind = {"forward_one_chunk": "F", "backward_one_chunk": "I" if split else "B"}.get(name, "W")
-        ran.append(Action(kind, stage.stage_index, chunk))
-        return function(stage, chunk, *args, **kwargs)
-
-    return run
-
-
-def second_steps(mesh: Mesh, case: Case) -> dict[str, Counter[tuple[str, int]]]:
-    """By schedule."""
-    return {schedule: second_step(mesh, {**case, "schedule": schedule}) for schedule in SCHEDULES}
-
-
-TIED: Case = {**PLAIN, "layers": 5, "tie_embeddings": True}
-
-
-@pytest.fixture(scope="module")
-def traffic() -> list[dict[str, Counter[tuple[str, int]]]]:
-    """Of every rank of two stages and two tp ranks."""
-    return run_ranks(4, second_steps, TIED, layout=(2, 1, 2))
-
-
-def test_what_crosses_a_stage(traffic: list[dict[str, Counter[tuple[str, int]]]]) -> None:
-    """A micro-batch's shard of the residual stream, n d / tp elements, once forward and once backward per boundary."""
-    shard, micro_batches = 2 * LENGTH * SMALL["hidden_size"] // 2, SEQUENCES // 2
-    table = 26 * SMALL["hidden_size"]  # half of 51 rows, padded
-    for rank in traffic:
-        for schedule, seen in rank.items():
-            # Forward the rank before a boundary sends, backward the one after it. Of zbv's three boundaries the middle
-            # one lies within a rank, and its first and last stage are on one rank and share their table.
-            expected = {shard: {"interleaved_1f1b": 3, "zbv": 2}.get(schedule, 1) * micro_batches}
-            if schedule != "zbv":
-                expected[table] = 1
-            for kind in ("send", "recv"):
-                assert {n: times for (name, n), times in seen.items() if name == kind} == expected, schedule
-
-
-def test_schedules_repeat_no_collective(traffic: list[dict[str, Counter[tuple[str, int]]]]) -> None:
-    """Whatever the order, and where backward is split in two, tp ranks reduce what they would reduce without pp."""
-    alone = run_ranks(2, second_step, TIED)[0]
-    assert sum(alone.values()) > 100
-    for schedule in SCHEDULES:
-        together = sum((rank[schedule] for rank in traffic[::2]), Counter())
-        assert {kind: n for kind, n in together.items() if kind[0] not in ("send", "recv")} == alone, schedule
-
-
-def reduced(mesh: Mesh, zero: int, linear: str, tied: bool) -> list[tuple[Counter[tuple[str, int, int]], Tensor]]:
-    """In bf16 under 1f1b and a zero-bubble schedule: what a second step sends over dp, and its gradients.
-
-    First the gradients in fp64.
-    """
-    out: list[tuple[Counter[tuple[str, int, int]], Tensor]] = []
-    grid = replace(mesh, shards=mesh.dp, replicas=Group())
-    for schedule, precision in (("1f1b", "fp64"), ("1f1b", "bf16"), ("zero_bubble", "bf16")):
-        case = {**PLAIN, "schedule": schedule, "zero": zero, "linear": linear, "tie_embeddings": tied}
-        settings = config(case, (1, 2, 2))
-        train = settings.train.model_copy(update={"precision": precision})
-        model = build_model(settings.model_copy(update={"train": train}), grid)
-        for batch in batches(settings, grid)[:2]:
-            model.zero_grad()
-            with count_collectives() as seen:
-                forward_backward(model, batch, grid, zero)
-        found = tensors(model, gradients=True, tp=grid.tp, shards=grid.shards)
-        sent = Counter((c.name, c.elements, c.bytes) for c in seen if c.name not in ("send", "recv"))
-        units = len(cast(PipelinedDecoder, model).decoders[0].blocks) + 1
-        reductions = sum(times for (name, *_), times in sent.items() if name == "reduce_scatter")
-        assert reductions == units or (zero == 2 and units < reductions <= units * settings.micro_batches)
-        out.append((sent, torch.cat([found[name].double().flatten() for name in sorted(found)])))
-    return out
-
-
-def reduced_elements(sent: Counter[tuple[str, int, int]]) -> int:
-    """Of all reduce-scatters, which are in fp32."""
-    scatters = [(elements, size, times) for (name, elements, size), times in sent.items() if name == "reduce_scatter"]
-    assert all(size == 4 * elements for elements, size, _ in scatters)
-    return sum(elements * times for elements, _, times in scatters)
-
-
-def others(sent: Counter[tuple[str, int, int]]) -> Counter[tuple[str, int, int]]:
-    return Counter({kind: times for kind, times in sent.items() if kind[0] != "reduce_scatter"})
-
-
-@pytest.mark.parametrize(
-    ("zero", "linear", "tied"),
-    [(1, "btp", False), (2, "btp", False), (2, "btp", True), (2, "dense", False), (2, "vanilla", True)],
-)
-def test_zero_bubble_reduces_as_often_and_as_well(zero: int, linear: str, tied: bool) -> None:
-    """Under ZeRO: each unit's gradients once per step or at most once per micro-batch, in fp32.
-
-    Also where a unit has gradients from both passes: of projections, and of gains and biases.
-    """
-    ranks = run_ranks(4, reduced, zero, linear, tied, layout=(2, 2, 1))
-    for (_, exact), (sent, plain), (sent_apart, apart) in ranks:
-        if zero == 1:
-            assert sent == sent_apart
-        else:
-            # What waits for the blocks' passes, two micro-batches' gradients of it may be reduced as one.
-            assert 0 < reduced_elements(sent_apart) <= reduced_elements(sent)
-            assert others(sent_apart) == others(sent)
-        assert 1e-4 < distance(plain, exact) < 0.1, "bf16 it is"
-        assert distance(apart, exact) < 1.05 * distance(plain, exact)
-
-
-def flops(mesh: Mesh, schedule: str) -> tuple[int, int]:
-    """Of a step on this rank, and of those the weight gradients that run apart."""
-    case = {**PLAIN, "schedule": schedule, "layers": 5}
-    settings = config(case, (1, 2, 1))
-    model = build_model(settings, mesh)
-    counter = FlopCounterMode(display=False)
-    apart = 0
-
-    def counted(stage: PipelineStage, chunk: int, *args: Any, **kwargs: Any) -> None:
-        nonlocal apart
-        before = counter.get_total_flops()
-        run(stage, chunk, *args, **kwargs)
-        apart += counter.get_total_flops() - before
-
-    with pytest.MonkeyPatch.context() as patch, counter:
-        run = PipelineStage.backward_weight_one_chunk
-        patch.setattr(PipelineStage, "backward_weight_one_chunk", counted)
-        forward_backward(model, batches(settings, mesh)[0], mesh)
-    return counter.get_total_flops(), apart
-
-
-def test_zero_bubble_moves_products_and_repeats_none() -> None:
-    plain, moved = run_ranks(2, flops, "1f1b", layout=(2, 1, 1)), run_ranks(2, flops, "zero_bubble", layout=(2, 1, 1))
-    for (total, apart), (moved_total, moved_apart) in zip(plain, moved, strict=True):
-        assert apart == 0
-        assert moved_total == total
-        # A third of the linears' work is their weights' gradients; not split: attention, and the head's.
-        assert 0.15 * total < moved_apart < 0.34 * total
-
-
-def peak_bytes(mesh: Mesh, schedule: str, sequences: int) -> int:
-    """The most that is alive of what a second step allocates, beside the gradients."""
-    settings = config({**PLAIN, "schedule": schedule}, (1, 2, 1))
-    settings = settings.model_copy(
-        update={"train": settings.train.model_copy(update={"global_batch_size": sequences, "sequence_length": 64})}
-    )
-    model = build_model(settings, mesh)
-    ids = torch.zeros(sequences, 64, dtype=torch.int64)
-    micro_batches = [MicroBatch(ids[i : i + 2], ids[i : i + 2], range(i, i + 2)) for i in range(0, sequences, 2)]
-    batch = Batch(micro_batches, ids.numel(), "")
-    forward_backward(model, batch, mesh)
-    with track_storages(sample=True) as tracker:
-        forward_backward(model, batch, mesh)
-    return tracker.peak
-
-
-def test_peak_memory_does_not_grow_with_micro_batches() -> None:
-    """Under 1f1b a rank holds no more of 16 micro-batches than of 4; under gpipe it holds all."""
-    few, many = (run_ranks(2, peak_bytes, "1f1b", n, layout=(2, 1, 1)) for n in (8, 24))
-    for less, more in zip(few, many, strict=True):
-        assert more < 1.1 * less
-    few, many = (run_ranks(2, peak_bytes, "gpipe", n, layout=(2, 1, 1)) for n in (8, 24))
-    for less, more in zip(few, many, strict=True):
-        assert more > 2.5 * less
