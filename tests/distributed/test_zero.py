@@ -27,7 +27,7 @@ from boost.training.batches import Batch, MicroBatch
 from boost.training.loop import build_model, forward_backward, update
 from boost.training.optimizers.adamw import build_adamw
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_layout_parity import pairwise
+from tests.distributed.test_layout_parity import EXTRAS, pairwise
 from tests.models import build, distance, load, model_section, perturbed, tensors, worst
 
 TOLERANCE = 1e-9
@@ -43,42 +43,58 @@ LAYOUTS = {  # dp, tp, dp_replicate
 AXES: dict[str, list[Any]] = {
     "ranks": list(LAYOUTS)[:4],
     "zero": [0, 1, 2, 3],
-    "layout": ["btp", "vanilla", "vanilla_sharded_heads", "dense"],
+    "layout": ["btp", "vanilla", "vanilla_sharded_heads", "dense", "dense_sequence_parallel"],
     "recompute": ["none", "latent", "block"],
     "overlap": ["none", "weight_grads", "split_batch"],
     "micro_batches": [1, 2],
     "tied_and_gqa": [True, False],
+    "extra": list(EXTRAS),
 }
 
 
 def product() -> list[dict[str, Any]]:
-    """Every composition that the configuration allows."""
+    """Every composition that the configuration allows, and in which every option has an effect."""
     cases = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     return [
         case
         for case in cases
         if not (case["ranks"] == "hsdp" and case["zero"] == 0)
         and not (case["ranks"] == "tp4" and case["zero"])
-        and not (case["layout"] == "dense" and case["recompute"] == "latent")
+        and not (case["layout"].startswith("dense") and case["recompute"] == "latent")
         and not (
             case["overlap"] == "split_batch"
             and (case["layout"] != "btp" or case["recompute"] == "block" or case["zero"] == 3)
         )
         # Overlap hides what tp communicates.
         and not (case["overlap"] != "none" and LAYOUTS[case["ranks"]][1] == 1)
+        and not (case["layout"] == "dense_sequence_parallel" and LAYOUTS[case["ranks"]][1] == 1)
+        # The other extras are about bridges, and split_batch has its own.
+        and not (
+            case["extra"] not in ("none", "ungrouped")
+            and (LAYOUTS[case["ranks"]][1] == 1 or case["layout"] != "btp" or case["overlap"] == "split_batch")
+        )
     ]
+
+
+def chosen() -> list[dict[str, Any]]:
+    """Every pair of options; in full the product too, but for what only changes how a layout computes."""
+    cases = pairwise(product()) + MORE
+    if not FULL:
+        return cases
+    plain = [c for c in product() if c["extra"] == "none" and c["layout"] != "dense_sequence_parallel"]
+    return cases + [case for case in plain if case not in cases]
 
 
 # Three options meet here that pairs leave out: what a stage skips before the last micro-batch.
 MORE: list[dict[str, Any]] = [
     dict(zip(AXES, values, strict=True))
     for values in [
-        ("hsdp", 1, "btp", "latent", "none", 2, True),
-        ("hsdp", 2, "btp", "none", "none", 2, True),
-        ("dp2 tp2", 1, "btp", "latent", "weight_grads", 2, True),
-        ("dp2 tp2", 3, "btp", "none", "weight_grads", 2, False),
-        ("dp4", 3, "btp", "latent", "none", 2, True),
-        ("tp4", 0, "btp", "latent", "weight_grads", 2, False),
+        ("hsdp", 1, "btp", "latent", "none", 2, True, "none"),
+        ("hsdp", 2, "btp", "none", "none", 2, True, "none"),
+        ("dp2 tp2", 1, "btp", "latent", "weight_grads", 2, True, "none"),
+        ("dp2 tp2", 3, "btp", "none", "weight_grads", 2, False, "none"),
+        ("dp4", 3, "btp", "latent", "none", 2, True, "none"),
+        ("tp4", 0, "btp", "latent", "weight_grads", 2, False, "none"),
     ]
 ]
 
@@ -88,7 +104,7 @@ def section(case: dict[str, Any]) -> ModelSection:
 
     With one kv head of width 6, a dp rank of four holds nothing.
     """
-    dense = case["layout"] == "dense"
+    dense = case["layout"].startswith("dense")
     tp = LAYOUTS[case["ranks"]][1]
     heads = 8 if tp == 4 else 4
     return model_section(
@@ -141,7 +157,9 @@ def run_steps(model: Decoder, mesh: Mesh, micro_batches: int, zero: int) -> dict
 
 def config(case: dict[str, Any], precision: str = "fp64") -> TrainConfig:
     dp, tp, replicate = LAYOUTS[case["ranks"]]
-    layout = {} if case["layout"] == "dense" else {"tensor_layout": case["layout"]}
+    layout: dict[str, Any] = {"tensor_layout": case["layout"]}
+    if case["layout"].startswith("dense"):
+        layout = {"sequence_parallel": case["layout"] == "dense_sequence_parallel"}
     parallel = {
         "dp": dp,
         "tp": tp,
@@ -149,6 +167,7 @@ def config(case: dict[str, Any], precision: str = "fp64") -> TrainConfig:
         "zero": case["zero"],
         "overlap": case["overlap"],
         **layout,
+        **EXTRAS[case["extra"]],
     }
     train = {
         "precision": precision,
@@ -161,7 +180,7 @@ def config(case: dict[str, Any], precision: str = "fp64") -> TrainConfig:
 
 
 def compare(mesh: Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case the errors against one process."""
+    """For each case the errors against one process, and the losses and norms themselves."""
     out = []
     references: dict[Any, Any] = {}
     grids: dict[Any, Mesh] = {}  # made once: every group keeps threads of its own
@@ -189,48 +208,52 @@ def compare(mesh: Mesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for step in range(STEPS):
             error, name = worst(found["gradients"][step], expected["gradients"][step])
             errors[f"gradient {name} of step {step}"] = error
-        out.append({"case": case, "errors": errors})
+        reported = [found["losses"].tolist(), found["norms"].tolist()]
+        out.append({"case": case, "errors": errors, "reported": reported})
     return out
+
+
+def check(results: list[list[dict[str, Any]]]) -> None:
+    """On every rank nothing is further than the tolerance from one process, and all have the same losses and norms, to
+    the bit."""
+    for rank in results:
+        for outcome, first in zip(rank, results[0], strict=True):
+            assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
+            assert outcome["reported"] == first["reported"], outcome["case"]
 
 
 @pytest.mark.timeout(1800)  # the full product is hundreds of cases; a rank that waits in vain ends after 60 s anyway
 @pytest.mark.parametrize("ranks", AXES["ranks"])
 def test_zero_equals_single_process(ranks: str) -> None:
-    chosen = product() if FULL else pairwise(product()) + MORE
-    cases = [case for case in chosen if case["ranks"] == ranks]
+    cases = [case for case in chosen() if case["ranks"] == ranks]
     assert len(cases) >= 6
-    for result in run_ranks(4, compare, cases):
-        for outcome in result:
-            assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
+    check(run_ranks(4, compare, cases))
 
 
 def test_replicas_of_shards_of_tp_ranks() -> None:
     """HSDP with tp, on eight processes."""
-    case = dict(zip(AXES, ("hsdp tp2", 3, "btp", "latent", "weight_grads", 2, True), strict=True))
-    for (outcome,) in run_ranks(8, compare, [case]):
-        assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
+    case = dict(zip(AXES, ("hsdp tp2", 3, "btp", "latent", "weight_grads", 2, True, "none"), strict=True))
+    check(run_ranks(8, compare, [case]))
 
 
 CROSSED: list[dict[str, Any]] = [
     {**dict(zip(AXES, values, strict=True)), "crossing": crossing}
     for crossing, *values in [
-        ("tensor", "dp2 tp2", 3, "btp", "latent", "weight_grads", 2, True),
-        ("dense", "dp2 tp2", 1, "btp", "block", "none", 2, False),
-        ("diagonal", "dp4", 3, "btp", "none", "none", 1, False),
+        ("tensor", "dp2 tp2", 3, "btp", "latent", "weight_grads", 2, True, "none"),
+        ("dense", "dp2 tp2", 1, "btp", "block", "none", 2, False, "none"),
+        ("diagonal", "dp4", 3, "btp", "none", "none", 1, False, "none"),
     ]
 ]
 
 
 def test_crossings_are_sharded_too() -> None:
     """A gate lies in the block below its own, where it runs."""
-    for result in run_ranks(4, compare, CROSSED):
-        for outcome in result:
-            assert all(error <= TOLERANCE for error in outcome["errors"].values()), outcome
+    check(run_ranks(4, compare, CROSSED))
 
 
 def infer(mesh: Mesh, zero: int) -> None:
     """Generation and a forward pass without gradients agree with one process, and leave the weights shared."""
-    case = dict(zip(AXES, ("dp2 tp2", zero, "btp", "none", "none", 1, True), strict=True))
+    case = dict(zip(AXES, ("dp2 tp2", zero, "btp", "none", "none", 1, True, "none"), strict=True))
     settings = config(case)
     grid = meshes.build(1, 2, 2, torch.device("cpu"), 60, settings.parallel.shards)
     single, model = build(section(case)), build_model(settings, grid)
@@ -398,10 +421,10 @@ def peak_of_a_step(mesh: Mesh) -> tuple[float, float]:
         training.optimizer.step()
     block = next(module for module in training.model.modules() if isinstance(module, BottleneckBlock))
     unit = sum(p.numel() for p in block.parameters())
-    return tracker.peak, 16 / 2 * training.parameters + 2 * unit
+    return tracker.peak, 16 / mesh.dp.size * training.parameters + 2 * unit
 
 
-@pytest.mark.parametrize("sizes", list(SIZES.values())[1:] if FULL else [(1, 2, 1)], ids=str)
+@pytest.mark.parametrize("sizes", list(SIZES.values()) if FULL else [(1, 2, 1)], ids=str)
 def test_peak_of_stage_3(sizes: tuple[int, int, int]) -> None:
     """Over a whole step: 16 P / N, and the largest unit's gathered weights.
 
@@ -416,7 +439,8 @@ def bf16_errors(mesh: Mesh) -> list[float]:
 
     def gradients(precision: str, stage: int) -> Tensor:
         settings = config(
-            dict(zip(AXES, ("dp2 tp2", stage, "btp", "none", "none", 2, True), strict=True)), precision=precision
+            dict(zip(AXES, ("dp2 tp2", stage, "btp", "none", "none", 2, True, "none"), strict=True)),
+            precision=precision,
         )
         grid = meshes.build(1, 2, 2, torch.device("cpu"), 60, settings.parallel.shards)
         model = build_model(settings, grid)
