@@ -16,6 +16,7 @@ from boost.parallel.mesh import Mesh
 from boost.parallel.overlap import WeightGradQueue
 from boost.parallel.wire import WIRES, BlockScaled, group_shape, row_bytes
 from tests.distributed.harness import run_ranks
+from tests.distributed.test_pipeline import PLAIN, check, train, train_all
 from tests.models import build, distance, load, loss_and_gradients, model_section, perturbed, tensors, tokens
 
 LOSSY = ["int8", "fp8"]
@@ -183,6 +184,38 @@ def test_loss_and_gradients(wire: str, dtype: torch.dtype, tp: int, grouped: boo
         for name, (loss, gradients) in result.items():
             assert loss < loss_bound, (name, loss)
             assert gradients < gradient_bound, (name, gradients)
+
+
+def spread(wire: str, layout: tuple[int, int, int], **changes: Any) -> dict[str, Any]:
+    return {**PLAIN, "layout": layout, "layers": 2, "parallel": {"bridge_dtype": wire}, **changes}
+
+
+# By tp, pp and dp. Micro-batches are the same wherever they are computed, so that lossy sums are the same too.
+SPREAD = {
+    (2, 2, 1): [
+        spread("int8", (2, 2, 1), recompute="latent", overlap="weight_grads", tie_embeddings=True),
+        spread("fp8", (2, 2, 1), schedule="zbv", layers=4),
+    ],
+    (2, 1, 2): [
+        spread("int8", (2, 1, 2), zero=3, overlap="weight_grads", tie_embeddings=True),
+        spread("fp8", (2, 1, 2), zero=1, recompute="block"),
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", SPREAD, ids=str)
+def test_lossy_wires_lose_no_more_over_stages_and_shards(layout: tuple[int, int, int]) -> None:
+    """With pp or ZeRO a run is, to 1e-9, the run of two tp ranks alone, and that is as near the exact one as above."""
+    cases, (tp, pp, dp) = SPREAD[layout], layout
+    alone = run_ranks(tp, train_all, cases)[0]
+    results = run_ranks(tp * pp * dp, train_all, cases, layout=(pp, dp, tp))
+    for number, case in enumerate(cases):
+        check(case, [rank[number] for rank in results], alone[number])
+        exact = train(Mesh(), case)
+        first = [
+            torch.cat([g[0][n].flatten() for n in sorted(g[0])]) for g in (alone[number].gradients, exact.gradients)
+        ]
+        assert 1e-3 < distance(*first) < BOUNDS[case["parallel"]["bridge_dtype"], torch.float32][1]
 
 
 def traffic(mesh: Mesh, wire: str, dtype: torch.dtype, rank: int) -> tuple[dict[str, int], dict[str, int]]:
