@@ -36,15 +36,19 @@ LAYOUTS = {
     "tp": (),
     "pp": ("parallel.tp=1", "parallel.pp=2", "train.micro_batch_size=1"),
     "zero": ("parallel.tp=1", "parallel.dp=2", "parallel.zero=3"),
+    "tp pp": ("parallel.pp=2", "train.micro_batch_size=1"),
+    "tp zero": ("parallel.dp=2", "parallel.zero=1"),
 }
+WORLD = {layout: 4 if " " in layout else 2 for layout in LAYOUTS}
 # When a rank dies: while another waits for it to start; before the first step; at a step; in a save.
 MOMENTS = {
-    "tp": ("step", "restore", "start"),
-    "pp": ("save",),
+    "tp": ("step", "restore"),
+    "tp pp": ("save", "start"),
     "zero": ("start",),
 }
 if FULL:
     MOMENTS = dict.fromkeys(LAYOUTS, 5 * ("step", "start", "save", "restore"))
+    MOMENTS["tp zero"] = ("step", "start", "save", "restore")
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +121,13 @@ def wait_for_presence(pids: Iterable[int], process: subprocess.Popen[str]) -> No
 
 
 @pytest.mark.timeout(1200 if FULL else 240)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MOMENTS)
 def test_kills_at_random_moments(
     layout: str, config_file: Path, tmp_path: Path, wholes: Callable[[str], Path], start: Any
 ) -> None:
     """Any rank, at any moment: all gone within 15 s, one line that names the rank, and in the end the losses and the
     state of a run that was left alone, whether it saves at once or behind the training."""
-    run = tmp_path / "run"
+    run, world = tmp_path / "run", WORLD[layout]
     draw = random.Random(layout)
     slowest = 0.0
     for moment in MOMENTS[layout]:
@@ -131,11 +135,11 @@ def test_kills_at_random_moments(
         saved = int(newest.name.removeprefix("step-")) if newest else 0
         asynchronous = f"checkpoint.asynchronous={draw.choice(['true', 'false'])}"
         process = start("train", str(config_file), *OPTIONS, *LAYOUTS[layout], asynchronous)
-        pids = ranks(process, 2)
-        victim = draw.randrange(2)
+        pids = ranks(process, world)
+        victim = draw.randrange(world)
         if moment == "start":
             os.kill(pids[victim], signal.SIGSTOP)
-            wait_for_presence([pids[1 - victim]], process)
+            wait_for_presence([pid for rank, pid in pids.items() if rank != victim], process)
             time.sleep(0.5 + draw.random())
         elif moment == "restore":
             wait_for_presence(pids.values(), process)
