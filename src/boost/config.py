@@ -320,13 +320,16 @@ class TrainConfig(_Section):
         return build(cls, [*files, *from_command_line], files[-1].source, problems)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> TrainConfig:
+    def from_dict(cls, content: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
         """Checks a mapping of sections, as `load` checks a file; `extends` is not followed.
+
+        Args:
+            source: what to name where something is wrong.
 
         Raises:
             ConfigError: with every problem there is.
         """
-        return build(cls, [Layer("configuration", content)], "configuration")
+        return build(cls, [Layer(source, content)], source)
 
     def to_yaml(self) -> str:
         """The resolved configuration, which `load` reads back equal."""

@@ -28,6 +28,7 @@ COUNT_MAX = 2**31 - 1  # every count in the schema stays below this, so that no 
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 16
 _MAX_ENTRIES = 10_000
+_MOST_SHOWN = 50  # problems in one line
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -35,7 +36,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class ConfigError(UserError):
     """The configuration cannot be used; `problems` has one line for each thing that is wrong with it.
 
-    `str(error)` is those lines joined by " | ", so that it stays a single line whatever their number.
+    `str(error)` is those lines, the first 50 of them, joined by " | ": it stays a single line whatever their number.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -43,7 +44,8 @@ class ConfigError(UserError):
         Exception.__init__(self, self.problems)  # the argument again, so that pickling works
 
     def __str__(self) -> str:
-        return " | ".join(self.problems)
+        more = [f"and {len(self.problems) - _MOST_SHOWN} more"] if len(self.problems) > _MOST_SHOWN else []
+        return " | ".join(self.problems[:_MOST_SHOWN] + more)
 
 
 class Layer(NamedTuple):
@@ -257,6 +259,18 @@ def _read_mapping(file: Path, where: str) -> dict[Any, Any]:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([_line(where, f"cannot be read: {error.strerror}")]) from None
+    return parse_mapping(data, where)
+
+
+def parse_mapping(data: bytes, where: str) -> dict[Any, Any]:
+    """The content of a YAML file, which must be a mapping; whoever wrote it, it takes little time and memory.
+
+    Args:
+        where: what to name.
+
+    Raises:
+        ConfigError: it is too large, not UTF-8, not plain YAML, or no mapping.
+    """
     if len(data) > _MAX_BYTES:
         raise ConfigError([_line(where, "is too large for a configuration", expected=f"at most {_MAX_BYTES} bytes")])
     try:
@@ -463,6 +477,7 @@ def _suggest(schema: type[BaseModel], section: object, field: object) -> str:
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+_REPR.maxlevel = 2
 
 
 def _show(value: object) -> str:

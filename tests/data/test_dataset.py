@@ -120,6 +120,7 @@ def test_boundaries(prepared: Path) -> None:
         (b'{"format": "boost-dataset"}', "format version"),
         (b'{"format": "boost-dataset", "version": 2}', "format version.*expected 1, got 2"),
         (b'{"format": "boost-dataset", "version": 1}', "key: Field required"),
+        (b'{"format": "boost-dataset", "version": "' + b"2" * 9999 + b'"}', r"expected 1, got .{,50}\)"),
     ],
 )
 def test_malformed_side_file(prepared: Path, content: bytes, message: str) -> None:

@@ -237,6 +237,8 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "scaled": ({"rope_scaling": {"rope_type": "yarn"}}, r"config\.json: rope_scaling is not supported"),
     "scaled-5": ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_parameters: only the default rotary"),
     "act": ({"hidden_act": "gelu"}, r"hidden_act is not supported \(expected silu or linear, got gelu\)"),
+    "act is a list": ({"hidden_act": ["silu"]}, r"hidden_act is not supported"),
+    "absurd number": ({"rms_norm_eps": 10**400}, r"rms_norm_eps \(expected a positive number"),
     "type": ({"model_type": "mistral"}, r"another kind of model \(expected model_type llama, got mistral\)"),
     "missing": ({"hidden_size": None}, r"config\.json: has no hidden_size"),
     "text": ({"num_hidden_layers": "2"}, r"num_hidden_layers \(expected a whole number of at least 1, got 2\)"),

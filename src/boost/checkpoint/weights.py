@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import Checkpoint
 from boost.config import ModelSection, TrainConfig
+from boost.config_loader import parse_mapping
 from boost.errors import UserError
 from boost.model.low_rank import Linear
 from boost.model.sparse import Supports, check_support, values_name
@@ -19,6 +19,7 @@ from boost.parallel.mesh import Group
 from boost.parallel.sharding import described
 
 PARAMETER = "parameter"
+CONFIG = "config.yaml"
 SUPPORT = "support"  # the positions that the values of a sparse matrix have in it
 
 
@@ -125,5 +126,10 @@ def load_weights(
 
 
 def saved_config(checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration a checkpoint was trained with."""
-    return TrainConfig.from_dict(yaml.safe_load(checkpoint.read_file("config.yaml")))
+    """The configuration a checkpoint was trained with.
+
+    Raises:
+        UserError: naming the checkpoint's file: absent, damaged, or not a configuration.
+    """
+    where = str(checkpoint.path / CONFIG)
+    return TrainConfig.from_dict(parse_mapping(checkpoint.read_file(CONFIG), where), where)

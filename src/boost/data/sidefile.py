@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -28,7 +29,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 def _plain(name: str) -> str:
     """A file name that stays inside the dataset's directory."""
     if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-        raise ValueError(f"{name!r} is not a plain file name")
+        raise ValueError(f"{reprlib.repr(name)} is not a plain file name")
     return name
 
 
@@ -143,10 +144,11 @@ def read_side_file(directory: Path) -> SideFile:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(str(path), "not the side file of a BOOST dataset", hint=remedy)
     if content.get("version") != VERSION:
-        raise UserError(str(path), "another format version", expected=VERSION, got=content.get("version"), hint=remedy)
+        found = reprlib.repr(content.get("version"))
+        raise UserError(str(path), "another format version", expected=VERSION, got=found, hint=remedy)
     try:
         return SideFile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part)[:60] for part in first["loc"])
         raise UserError(str(path), f"{field}: {first['msg']}" if field else first["msg"], hint=remedy) from error

@@ -65,19 +65,23 @@ def read_tokenizer(name_or_path: str | Path) -> tuple[Tokenizer, bytes]:
     path = tokenizer_file(name_or_path)
     try:
         data = path.read_bytes()
-        tokenizer = parse_tokenizer(data)
     except OSError as error:
         raise UserError(str(path), f"cannot read: {error.strerror or error}") from error
+    return parse_tokenizer(data, path), data
+
+
+def parse_tokenizer(data: bytes, path: Path) -> Tokenizer:
+    """A tokenizer from the bytes of its file, without the truncation, padding and dropout it may ask for.
+
+    Raises:
+        UserError: naming the path: it is not a tokenizer.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception for whatever it does not understand
         raise UserError(
             str(path), f"not a tokenizer: {str(error)[:200]}", hint=f"expected a {FILE_NAME} of the tokenizers library"
         ) from error
-    return tokenizer, data
-
-
-def parse_tokenizer(data: bytes) -> Tokenizer:
-    """A tokenizer from the bytes of its file, without the truncation, padding and dropout it may ask for."""
-    tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None) is not None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from boost.checkpoint.store import Checkpoint, open_checkpoint
 from boost.checkpoint.weights import load_weights, saved_config, saved_supports
-from boost.data.tokenizer import parse_tokenizer
+from boost.data.tokenizer import FILE_NAME, parse_tokenizer
 from boost.model.decoder import Decoder
 from boost.parallel.mesh import Group, choose_device
 
@@ -60,5 +60,5 @@ def model_on(opened: Checkpoint, device: str) -> Decoder:
 
 
 def tokenizer_from(opened: Checkpoint) -> Tokenizer:
-    """The tokenizer of the data that a checkpoint was trained on."""
-    return parse_tokenizer(opened.read_file("tokenizer.json"))
+    """The tokenizer of the data that a checkpoint was trained on. UserError naming its file if it is none."""
+    return parse_tokenizer(opened.read_file(FILE_NAME), opened.path / FILE_NAME)

@@ -163,7 +163,7 @@ class Weights:
                 raise UserError(str(path), f"not a readable safetensors file: {error}") from None
             for key in file.keys():  # noqa: SIM118
                 if key in self.files:
-                    raise UserError(str(path), f"holds {key}, which another file has too")
+                    raise UserError(str(path), f"holds {key[:200]}, which another file has too")
                 self.files[key] = file
         return self
 
@@ -202,7 +202,7 @@ class Weights:
         extra = sorted(key for key in self.files if key not in {*expected, *tied} and not key.endswith(TABLES))
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise UserError(str(self.directory), f"unknown tensor {extra[0]}{more}")
+            raise UserError(str(self.directory), f"unknown tensor {extra[0][:200]}{more}")
 
     def check_tied(self, table: str, head: str) -> None:
         """UserError if the configuration says that two tables are one and the weights say otherwise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,8 +88,8 @@ def model_fields(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(where, "rope_parameters: only the default rotary embedding is supported", got=str(rope)[:100])
     acts = {"silu": "silu", "swish": "silu", "linear": "none"}
     act = _field(config, "hidden_act", where)
-    if act not in acts:
-        raise UserError(where, "hidden_act is not supported", expected="silu or linear", got=act)
+    if not isinstance(act, str) or act not in acts:
+        raise UserError(where, "hidden_act is not supported", expected="silu or linear", got=str(act)[:100])
     heads, hidden = _size(config, "num_attention_heads", where), _size(config, "hidden_size", where)
     return {
         "linear": "dense",
@@ -124,7 +125,7 @@ def _size(config: Mapping[str, Any], name: str, where: str, default: int | None 
 
 def _number(config: Mapping[str, Any], name: str, where: str) -> float:
     value = _field(config, name, where)
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+    if type(value) not in (int, float) or not 0 < value < math.inf or value > sys.float_info.max:
         raise UserError(where, name, expected="a positive number", got=str(value)[:100])
     return float(value)
 
