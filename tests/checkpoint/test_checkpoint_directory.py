@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 import torch
 
+from boost.checkpoint import manifest, reading
+from boost.checkpoint.manifest import read_files
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import latest, list_checkpoints, open_checkpoint, save
 from boost.errors import EnvironmentFailure, UserError
@@ -56,6 +59,54 @@ def test_only_complete_checkpoints_count_and_only_they_are_removed(root, tmp_pat
     put(root, 5, keep=1)
     assert sorted(os.listdir(root)) == sorted([*others, "step-0", "step-2", "step-4", "step-5"])
     assert open_checkpoint(outside).step == 8
+
+
+@pytest.mark.parametrize("damage", ["truncated", "grown", "missing", "a directory"])
+def test_a_checkpoint_without_all_its_files_costs_no_good_one(root, damage, caplog):
+    for step in (1, 2, 3):
+        put(root, step, float(step))
+    shard = root / "step-3" / "tensors-00000.safetensors"
+    whole = shard.read_bytes()
+    shard.unlink()
+    if damage == "a directory":
+        shard.mkdir()
+    elif damage != "missing":
+        shard.write_bytes(whole[:-1] if damage == "truncated" else whole + b"x")
+    put(root, 4, keep=2)
+    assert steps(root) == [2, 3, 4], "the broken one is left to the user, and 2 is in its place"
+    assert f"not counted by checkpoint.keep: {shard}" in caplog.text
+    assert open_checkpoint(root / "step-2").tensor("x")[0] == 2
+    assert latest(root) == root / "step-4"
+
+
+def test_the_newest_checkpoint_is_not_passed_over_for_a_file_of_the_wrong_size(root):
+    for step in (1, 2):
+        put(root, step)
+    (root / "step-2" / "tensors-00000.safetensors").unlink()
+    with pytest.raises(UserError, match=r"step-2/tensors-00000\.safetensors: missing"):
+        open_checkpoint(root)
+
+
+def test_only_the_newest_manifests_are_read_and_no_tensors_in_them(root, monkeypatch):
+    for step in range(1, 6):
+        put(root, step)
+    read, decoded = [], []
+    monkeypatch.setattr(reading, "read_files", lambda path: read.append(path.name) or read_files(path))
+    monkeypatch.setattr(manifest, "packed", lambda *given: decoded.append(given))
+    assert latest(root) == root / "step-5"
+    assert read == ["step-5"]
+    assert steps(root) == [1, 2, 3, 4, 5]
+    assert not decoded
+
+
+def test_a_manifest_that_is_laid_out_otherwise_counts_too(root):
+    put(root, 1, 1.0)
+    path = put(root, 2, 2.0) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+    assert steps(root) == [1, 2]
+    assert open_checkpoint(root).tensor("x")[0] == 2
+    path.write_text(path.read_text().replace("tensors-00000", "tensors-00001"))
+    assert steps(root) == [1]
 
 
 ODD = ["[x]", "with space", "ü漢字", "-dash", "step-500-ablation", "step-7", "*?", "a" * 250, "new\nline", "'\"%s{}"]

@@ -11,7 +11,8 @@ import subprocess
 import pytest
 import torch
 
-from boost.checkpoint import shards, store
+from boost.checkpoint import manifest, shards, store
+from boost.checkpoint.manifest import parse_json
 from boost.checkpoint.slices import Slice
 from boost.checkpoint.store import list_checkpoints, open_checkpoint, save
 from boost.errors import EnvironmentFailure, PeerFailure, UserError
@@ -27,6 +28,7 @@ POINTS = [
     (store, "_write_part"),
     (store, "write_shard"),
     (store, "_write_plan"),
+    (store, "_write_tensors"),
     (store, "_hash_share"),
     (store, "_commit"),
     (store, "_read_hashes"),
@@ -125,7 +127,7 @@ def fail_and_recover(kit, root, monkeypatch, code, name, call):
     return True
 
 
-@pytest.mark.parametrize("phase", ["_write_part", "_hash_share"])
+@pytest.mark.parametrize("phase", ["_write_part", "_write_tensors", "_hash_share"])
 def test_one_failing_rank_makes_no_other_wait(kit, root, monkeypatch, phase):
     real = getattr(store, phase)
 
@@ -160,6 +162,40 @@ def test_the_space_for_all_ranks_is_checked(kit, root, monkeypatch):
     assert [type(result) for result in results] == [EnvironmentFailure, PeerFailure, PeerFailure]
     assert "no space to save (expected 1200 bytes, got 1000 bytes free)" in str(results[0])
     assert os.listdir(root) == ["step-1"]
+
+
+@pytest.mark.parametrize("limit", ["MAX_PIECES", "MAX_TENSORS", "MAX_FILES", "MAX_MANIFEST_BYTES"])
+def test_a_list_that_readers_would_refuse_is_refused_before_writing(kit, root, monkeypatch, limit):
+    tensors = {("parameter", name): torch.zeros(9) for name in "xyz"}
+    kit.save_all(root, 1, tensors)
+    written = []
+    monkeypatch.setattr(store, "write_shard", lambda path, slices: written.append(path))
+    monkeypatch.setattr(manifest, limit, 2)
+    first, *others = kit.save_all(root, 2, tensors, (3,), 3)
+    assert isinstance(first, UserError)
+    assert first.exit_code == 2
+    assert "so 3 tensors in 9 slices cannot be saved; divide the state among fewer ranks" in str(first)
+    assert [type(other) for other in others] == [PeerFailure, PeerFailure]
+    assert not written
+    assert os.listdir(root) == ["step-1"]
+
+
+def test_a_rank_reads_its_own_share_of_the_list_only(kit, root, monkeypatch):
+    tensors = {("parameter", f"x{index:02d}"): torch.randn(8) for index in range(40)}
+    parsed = []
+
+    def noted(data, where):
+        parsed.append((where.name, len(data)))
+        return parse_json(data, where)
+
+    monkeypatch.setattr(store, "parse_json", noted)
+    assert kit.save_all(root, 1, tensors, (4,), 4) == [root / "step-1"] * 4
+    shares = [size for name, size in parsed if name == "shares.json"]
+    assert len(shares) == 4
+    assert max(shares) < sum(shares) / 3
+    lists = [size for name, size in parsed if name.startswith("part-")]
+    assert len(lists) == 4, "rank 0 reads each once"
+    assert max(size for name, size in parsed if name == "plan.json") < 100
 
 
 @pytest.fixture

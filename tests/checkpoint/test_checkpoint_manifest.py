@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from boost.checkpoint.manifest import to_json
+from boost.checkpoint.manifest import MAX_MANIFEST_BYTES, to_json
 from boost.checkpoint.store import open_checkpoint
 from boost.errors import UserError
 
@@ -183,7 +183,7 @@ def test_malformed_json(saved, data):
 
 def test_too_big_is_refused_unread(saved):
     with open(saved / "manifest.json", "r+b") as file:
-        file.truncate(300 << 20)
+        file.truncate(MAX_MANIFEST_BYTES + 1)
     refused(saved, "manifest.json", "too big")
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from boost.checkpoint import slices as slices_module
-from boost.checkpoint.slices import Piece, Slice, check_cover, overlap
+from boost.checkpoint.slices import Piece, Pieces, Slice, overlap
 from boost.checkpoint.store import save
 from boost.errors import EnvironmentFailure, UserError
+
+
+def packed(pieces):
+    numbers = [[piece.offsets, piece.shape] for piece in pieces]
+    dims = len(pieces[0].shape) if pieces else 0
+    boxes = np.array(numbers, dtype=np.int64).reshape(len(pieces), 2, dims)
+    return Pieces([piece.file for piece in pieces], [piece.key for piece in pieces], boxes)
+
+
+def check_cover(shape, pieces):
+    slices_module.check_cover(shape, packed(pieces))
 
 
 def cells(offsets, shape):
@@ -27,6 +39,22 @@ def test_overlap_equals_brute_force():
         box = overlap(*a, *b)
         assert torch.equal(cells(*box) if box else torch.zeros_like(both), both)
     assert overlap((), (), (), ()) == ((), ())
+
+
+def test_the_pieces_near_a_box_equal_brute_force():
+    pick = random.Random(2)
+
+    def box():
+        return (pick.randrange(7), pick.randrange(7)), (pick.randrange(1, 6), pick.randrange(1, 6))
+
+    for _ in range(100):
+        pieces = [Piece("f", str(index), *box()) for index in range(10)]
+        a = box()
+        assert list(packed(pieces)) == pieces
+        assert list(packed(pieces).near(*a)) == [piece for piece in pieces if overlap(*a, piece.offsets, piece.shape)]
+    scalar = Piece("f", "k", (), ())
+    assert list(packed([scalar]).near((), ())) == [scalar]
+    assert list(packed([]).near((), ())) == []
 
 
 def test_cover_equals_brute_force():

@@ -13,6 +13,7 @@ from boost.config import TrainConfig
 from boost.data.prepare import prepare
 from boost.errors import UserError
 from boost.parallel.mesh import Mesh
+from boost.training import loop
 from boost.training.loop import train
 from boost.training.run_directory import RunDirectory
 from tests.distributed.harness import run_ranks
@@ -21,16 +22,25 @@ from tests.training.runs import run
 
 
 def _resume(mesh: Mesh, configs: list[TrainConfig]) -> tuple[list[str], str]:
-    """The files whose hashes this rank compares, and how its run ends."""
+    """The files whose hashes and sizes this rank compares, whether it looks for the newest, and how its run ends."""
     seen: list[str] = []
-    hash_file = reading.hash_file
+    hash_file, check_size, latest = reading.hash_file, reading.check_size, loop.latest
 
     def noted(path: Path) -> str:
         seen.append(path.name)
         return hash_file(path)
 
+    def sized(directory: Path, name: str, entry: Any) -> Path:
+        if name.startswith("tensors-"):
+            seen.append(f"size of {name}")
+        return check_size(directory, name, entry)
+
+    def looked(root: Path) -> Path | None:
+        seen.append("looked for the newest")
+        return latest(root)
+
     config = configs[mesh.world.rank]
-    reading.hash_file = noted  # in this process only
+    reading.hash_file, reading.check_size, loop.latest = noted, sized, looked  # in this process only
     try:
         train(config, mesh, RunDirectory(config.run.dir))
     except UserError as error:
@@ -45,8 +55,21 @@ def test_every_file_is_verified_by_one_rank(settings: dict[str, Any], tmp_path: 
     checkpoint = open_checkpoint(tmp_path / "run")
     seen, ends = zip(*run_ranks(2, _resume, longer, layout=(1, 2, 1)), strict=True)
     assert ends == ("done", "done")
-    assert sorted(seen[0] + seen[1]) == sorted(checkpoint.files)
-    assert min(map(len, seen)) >= 2
+    hashed = [[name for name in names if name in checkpoint.files] for names in seen]
+    assert sorted(hashed[0] + hashed[1]) == sorted(checkpoint.files)
+    assert min(map(len, hashed)) >= 2
+    sized = [name for names in seen for name in names if name.startswith("size of")]
+    assert sorted(sized) == sorted(f"size of {name}" for name in checkpoint.files if name.startswith("tensors-"))
+    assert ["looked for the newest" in names for names in seen] == [True, False]
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_is_told(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = with_changes(settings, parallel__dp=2)
+    run(config)
+    elsewhere = with_changes(settings, parallel__dp=2, run__dir=str(tmp_path / "elsewhere"))
+    for _, end in run_ranks(2, _resume, [config, elsewhere], layout=(1, 2, 1)):
+        assert end.startswith("EnvironmentFailure")
+        assert "not seen by every rank" in end
 
 
 @pytest.mark.parametrize("rank", [0, 1])

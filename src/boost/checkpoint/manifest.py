@@ -13,18 +13,24 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from boost.checkpoint.slices import DTYPES, Piece, check_cover
+import numpy as np
+
+from boost.checkpoint.slices import DTYPES, Pieces, check_cover
 from boost.errors import UserError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 << 20
-MAX_SYMBOLS = {b"{": 2_500_000, b"[": 8_000_000, b",": 25_000_000}  # objects, lists, values in one JSON file
+MAX_MANIFEST_BYTES = 512 << 20
+MAX_SYMBOLS = {b"{": 4_000_000, b"[": 8_000_000, b",": 25_000_000}  # objects, lists, values in one JSON file
 MAX_TENSORS = 100_000
 MAX_PIECES = 65_536  # of one tensor
 MAX_FILES = 100_000
@@ -50,7 +56,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     sha256: str
-    slices: tuple[Piece, ...]
+    slices: Pieces
 
 
 @dataclass(frozen=True)
@@ -85,21 +91,35 @@ def state_hash(tensors: Iterable[TensorEntry]) -> str:
     return digest.hexdigest()
 
 
-def to_json(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, UTF-8. ValueError for NaN, infinities and what JSON cannot hold."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+def to_json(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, UTF-8. ValueError for NaN and infinities, TypeError for what is no JSON.
+
+    Args:
+        other: puts what is no JSON into it.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=other)
+    return text.encode()
 
 
-def parse_json(data: bytes, where: Path) -> Any:
-    """Strict JSON: no duplicate keys, no NaN or infinities, no absurd size or nesting. UserError otherwise."""
+def parse_json(
+    data: bytes, where: Path, *, limit: int = MAX_JSON_BYTES, shorten: Callable[[dict[str, Any]], None] | None = None
+) -> Any:
+    """Strict JSON: no duplicate keys, no NaN or infinities, no absurd size or nesting. UserError otherwise.
+
+    Args:
+        limit: the most bytes.
+        shorten: called with each object when it has been parsed, and may change it.
+    """
     # Counted before parsing: objects in memory take many times the room of their text.
-    if len(data) > MAX_JSON_BYTES or any(data.count(symbol) > limit for symbol, limit in MAX_SYMBOLS.items()):
+    if len(data) > limit or any(data.count(symbol) > most for symbol, most in MAX_SYMBOLS.items()):
         raise UserError(str(where), "too many entries for a file of a checkpoint")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             raise ValueError("a key appears twice")
+        if shorten is not None:
+            shorten(found)
         return found
 
     def finite(text: str) -> float:
@@ -169,16 +189,34 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 "shape": list(entry.shape),
                 "dtype": entry.dtype,
                 "sha256": entry.sha256,
-                "slices": [
-                    {"file": p.file, "key": p.key, "offsets": list(p.offsets), "shape": list(p.shape)}
-                    for p in entry.slices
-                ],
+                "slices": entry.slices,
             }
             for entry in manifest.tensors.values()
         ],
         "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()},
     }
-    return to_json({**body, "manifest_sha256": hashlib.sha256(to_json(body)).hexdigest()})
+    plain = to_json(body, unpacked)
+    # The place of this key in the canonical order; what a file of that name has after it is no text.
+    signed = f'"manifest_sha256":"{hashlib.sha256(plain).hexdigest()}","state_hash":"'
+    return plain.replace(b'"state_hash":"', signed.encode(), 1)
+
+
+def decode_manifest(data: bytes, path: Path) -> Manifest:
+    """Checks the content of a `manifest.json`; errors are those of `read_manifest`, and name `path`."""
+    if data.count(b'"kind"') > MAX_TENSORS:  # refused in milliseconds, where parsing would take seconds
+        raise UserError(str(path), f"more than {MAX_TENSORS} tensors")
+    document = parse_json(data, path, limit=MAX_MANIFEST_BYTES, shorten=_shorten)
+    _check_version(document, path)
+    claimed = document.pop("manifest_sha256", None)
+    try:
+        if not isinstance(document.get("tensors"), list) or len(document["tensors"]) > MAX_TENSORS:
+            raise ValueError(f"tensors is missing, malformed, or has more than {MAX_TENSORS} entries")
+        # Another program's file need not be canonical itself.
+        if not _sound(data, claimed) and claimed != hashlib.sha256(to_json(document, unpacked)).hexdigest():
+            raise ValueError("checksum mismatch: the manifest was altered or damaged")
+        return _manifest(document)
+    except (ValueError, RecursionError) as error:
+        raise UserError(str(path), str(error)) from None
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -189,15 +227,42 @@ def read_manifest(directory: Path) -> Manifest:
             lead out of the directory, with tensors that their pieces do not cover exactly, or of another step than
             the directory's name says.
     """
+    path, data = _read(directory)
+    manifest = decode_manifest(data, path)
+    _check_step(directory, path, manifest.step)
+    return manifest
+
+
+def read_files(directory: Path) -> dict[str, FileEntry]:
+    """The files that an undamaged `directory/manifest.json` lists; errors are those of `read_manifest`.
+
+    Its tensors are hashed, not parsed: with many ranks they are nearly all of it.
+    """
+    path, data = _read(directory)
+    end = data.find(b',"tensors":[')  # they come last, and quotes in names are escaped
+    with suppress(UserError, ValueError):
+        document = parse_json(data[: max(end, 0)] + b"}", path)
+        _check_version(document, path)
+        named, _, claimed, _, step = _fields(
+            document, "files", "format_version", "manifest_sha256", "state_hash", "step"
+        )
+        if _sound(data, claimed):
+            files = _files(named)
+            _check_step(directory, path, _number(step))
+            return files
+    return read_manifest(directory).files  # laid out otherwise, or to be refused with the reason
+
+
+def _read(directory: Path) -> tuple[Path, bytes]:
     if not os.path.lexists(directory / MANIFEST):
         raise UserError(str(directory), f"not a complete checkpoint: missing {MANIFEST}")
     path, size = regular_file(directory, MANIFEST)
-    if size > MAX_JSON_BYTES:
-        raise UserError(str(path), "too big", expected=f"at most {MAX_JSON_BYTES} bytes", got=size)
-    data = read_bytes(path)
-    if data.count(b'"kind"') > MAX_TENSORS:  # refused in milliseconds, where parsing would take seconds
-        raise UserError(str(path), f"more than {MAX_TENSORS} tensors")
-    document = parse_json(data, path)
+    if size > MAX_MANIFEST_BYTES:
+        raise UserError(str(path), "too big", expected=f"at most {MAX_MANIFEST_BYTES} bytes", got=size)
+    return path, read_bytes(path)
+
+
+def _check_version(document: object, path: Path) -> None:
     if not isinstance(document, dict) or "format_version" not in document:
         raise UserError(str(path), "not the manifest of a checkpoint: it has no format_version")
     version = document["format_version"]
@@ -209,20 +274,21 @@ def read_manifest(directory: Path) -> Manifest:
             got=f"{reprlib.repr(version)}",
             hint="use the release of boost that wrote it",
         )
-    claimed = document.pop("manifest_sha256", None)
-    try:
-        for field, kind, limit in (("tensors", list, MAX_TENSORS), ("files", dict, MAX_FILES)):
-            if not isinstance(document.get(field), kind) or len(document[field]) > limit:
-                raise ValueError(f"{field} is missing, malformed, or has more than {limit} entries")
-        if claimed != hashlib.sha256(to_json(document)).hexdigest():
-            raise ValueError("checksum mismatch: the manifest was altered or damaged")
-        manifest = _manifest(document)
-    except (ValueError, RecursionError) as error:
-        raise UserError(str(path), str(error)) from None
+
+
+def _check_step(directory: Path, path: Path, step: int) -> None:
     named = step_of(os.path.basename(os.path.abspath(directory)))
-    if named is not None and named != manifest.step:
-        raise UserError(str(path), "the step differs from the directory's name", expected=named, got=manifest.step)
-    return manifest
+    if named is not None and named != step:
+        raise UserError(str(path), "the step differs from the directory's name", expected=named, got=step)
+
+
+def _sound(data: bytes, claimed: object) -> bool:
+    """Whether the text of a manifest, but for the checksum in it, has that checksum."""
+    mark = f'"manifest_sha256":"{_sha256(claimed)}",'.encode()
+    start, view = data.find(mark), memoryview(data)  # views: with many ranks a copy is large
+    digest = hashlib.sha256(view[: max(start, 0)])
+    digest.update(view[start + len(mark) :])
+    return start >= 0 and digest.hexdigest() == claimed
 
 
 def step_of(directory_name: str) -> int | None:
@@ -233,12 +299,7 @@ def step_of(directory_name: str) -> int | None:
 
 def _manifest(document: dict[str, Any]) -> Manifest:
     step, claimed, listed, named = _fields(document, "format_version", "step", "state_hash", "tensors", "files")[1:]
-    files: dict[str, FileEntry] = {}
-    for name, value in named.items():
-        if check_file_name(name) == MANIFEST:
-            raise ValueError(f"{MANIFEST} lists itself")
-        size, sha256 = _fields(value, "size", "sha256")
-        files[name] = FileEntry(_number(size), _sha256(sha256))
+    files = _files(named)
     tensors: dict[tuple[str, str], TensorEntry] = {}
     for value in listed:
         entry = _tensor(value, files)
@@ -250,27 +311,74 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     return Manifest(_number(step), claimed, tensors, files)
 
 
+def _files(named: object) -> dict[str, FileEntry]:
+    if not isinstance(named, dict) or len(named) > MAX_FILES:
+        raise ValueError(f"files is missing, malformed, or has more than {MAX_FILES} entries")
+    files: dict[str, FileEntry] = {}
+    for name, value in named.items():
+        if check_file_name(name) == MANIFEST:
+            raise ValueError(f"{MANIFEST} lists itself")
+        size, sha256 = _fields(value, "size", "sha256")
+        files[name] = FileEntry(_number(size), _sha256(sha256))
+    return files
+
+
 def _tensor(value: object, files: dict[str, FileEntry]) -> TensorEntry:
     name, kind, shape, dtype, sha256, listed = _fields(value, "name", "kind", "shape", "dtype", "sha256", "slices")
     label = f"{check_name(kind)} {check_name(name)}"
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{label}: unknown dtype {reprlib.repr(dtype)}")
-    if not isinstance(listed, list) or len(listed) > MAX_PIECES:
-        raise ValueError(f"{label}: slices must be a list of at most {MAX_PIECES}")
-    pieces = []
-    for item in listed:
-        file, key, offsets, extent = _fields(item, "file", "key", "offsets", "shape")
-        if not isinstance(file, str) or file not in files or not isinstance(key, str):
-            raise ValueError(f"{label}: a slice in {reprlib.repr(file)}, which is not listed in files")
-        pieces.append(Piece(file, key, _numbers(offsets), _numbers(extent)))
-    entry = TensorEntry(name, kind, _numbers(shape), dtype, _sha256(sha256), tuple(pieces))
+    entry = TensorEntry(name, kind, _numbers(shape), dtype, _sha256(sha256), packed(listed, label))
     if math.prod(entry.shape) > MAX_NUMBER:
         raise ValueError(f"{label}: absurd shape {list(entry.shape)}")
+    unlisted = set(entry.slices.files) - files.keys()
+    if unlisted:
+        raise ValueError(f"{label}: a slice in {reprlib.repr(min(unlisted))}, which is not listed in files")
     try:
         check_cover(entry.shape, entry.slices)
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
     return entry
+
+
+def _shorten(found: dict[str, Any]) -> None:
+    """Packs a tensor's slices as soon as they are parsed: of a million objects a few are then alive at a time."""
+    if "slices" in found:
+        with suppress(ValueError):  # named later, with the tensor
+            found["slices"] = packed(found["slices"])
+
+
+def packed(listed: object, label: str = "a tensor") -> Pieces:
+    """Slices as they stand in a manifest, packed. ValueError naming the tensor, `label`, if one is malformed."""
+    if isinstance(listed, Pieces):
+        return listed
+    if not isinstance(listed, list) or len(listed) > MAX_PIECES:
+        raise ValueError(f"{label}: slices must be a list of at most {MAX_PIECES}")
+    # All of one field at a time: one slice after the other takes several times as long.
+    columns = list(zip(*(_fields(item, "file", "key", "offsets", "shape") for item in listed), strict=True))
+    files, keys, offsets, shapes = columns or ((), (), (), ())
+    if not set(map(type, chain(files, keys))) <= {str}:
+        raise ValueError(f"{label}: file and key of a slice must be text")
+    if not set(map(type, chain(offsets, shapes))) <= {list}:
+        raise ValueError(f"{label}: offsets and shape of a slice must be lists")
+    dims = len(shapes[0]) if shapes else 0
+    if dims > MAX_DIMENSIONS or set(map(len, chain(offsets, shapes))) - {dims}:
+        raise ValueError(f"{label}: offsets and shape of a slice must have the same length, at most {MAX_DIMENSIONS}")
+    numbers = list(chain.from_iterable(chain.from_iterable(zip(offsets, shapes, strict=True))))
+    for unfit in (n for n in numbers if type(n) is not int or not 0 <= n <= MAX_NUMBER):
+        _number(unfit)
+    boxes = np.array(numbers, dtype=np.int64).reshape(len(listed), 2, dims)
+    return Pieces(list(map(sys.intern, files)), list(map(sys.intern, keys)), boxes)
+
+
+def unpacked(pieces: object) -> list[dict[str, Any]]:
+    """The same slices as they stand in a manifest; TypeError for anything else."""
+    if not isinstance(pieces, Pieces):
+        raise TypeError(f"{type(pieces).__name__} is not JSON")
+    return [
+        {"file": file, "key": key, "offsets": offsets, "shape": shape}
+        for file, key, (offsets, shape) in zip(pieces.files, pieces.keys, pieces.boxes.tolist(), strict=True)
+    ]
 
 
 def _fields(value: object, *names: str) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from boost.checkpoint.manifest import (
     TensorEntry,
     parse_json,
     read_bytes,
+    read_files,
     read_manifest,
     regular_file,
     step_of,
@@ -60,7 +61,7 @@ class Checkpoint:
         """Content of a file such as `config.yaml`, always compared with its SHA-256. UserError naming it otherwise."""
         if name not in self.files:
             raise UserError(str(self.path), f"holds no file {name!r}")
-        path, _ = _check_size(self.path, name, self.files[name])
+        path = check_size(self.path, name, self.files[name])
         data = read_bytes(path)
         if hashlib.sha256(data).hexdigest() != self.files[name].sha256:
             raise UserError(str(path), _DAMAGED)
@@ -119,45 +120,49 @@ class Checkpoint:
         return sorted({name for kind, name in self.tensors if kind in kinds and (kind, name) not in asked})
 
 
-def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints directly in `root`, as (step, directory), in numeric order.
+def newest_first(root: Path) -> Iterator[tuple[int, Path, dict[str, FileEntry]]]:
+    """The checkpoints directly in `root` that have a sound manifest: step, directory, files; the highest step first.
 
-    Complete means that the manifest is there and sound; the other files are checked when one is opened. Directories
-    that are called like a checkpoint but are not complete are left out, with a line in the log; links are left out.
+    Directories that are called like a checkpoint but have no sound manifest are left out, with a line in the log; links
+    are left out. Each is looked at when it is its turn.
     """
-    found: list[tuple[int, Path]] = []
     try:
-        entries = list(os.scandir(root))
+        entries = [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
-        return found
-    for entry in entries:
-        step = step_of(entry.name)
-        if step is None or not entry.is_dir(follow_symlinks=False):
-            continue
+        return
+    steps = ((step_of(entry.name), Path(entry.path)) for entry in entries)
+    for step, path in sorted(((step, path) for step, path in steps if step is not None), reverse=True):
         try:
-            read_manifest(Path(entry.path))
+            files = read_files(path)
         except UserError as error:
             _log.warning("ignored: %s", error)
             continue
-        found.append((step, Path(entry.path)))
-    return sorted(found)
+        yield step, path, files
+
+
+def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """All of `newest_first` as (step, directory), in numeric order."""
+    return [(step, path) for step, path, _ in newest_first(root)][::-1]
 
 
 def latest(root: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `root`, or None."""
-    found = list_checkpoints(root)
-    return found[-1][1] if found else None
+    """The checkpoint of the highest step in `root` that has a sound manifest, or None.
+
+    Its other files are checked when it is opened: what is wrong with them is for the user to know, and no reason to go
+    on from an older one.
+    """
+    return next((path for _, path, _ in newest_first(root)), None)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, rank: int = 0, world: int = 1) -> Checkpoint:
     """Opens a checkpoint directory, or the newest complete one of a run directory or of its `checkpoints` folder.
 
-    Presence and size of every file are checked always. Files that the manifest does not know are tolerated, listed in
-    `stray` and logged: nothing reads them.
+    Presence and size of the files are checked always. Files that the manifest does not know are tolerated, listed in
+    `stray` and logged, by rank 0: nothing reads them.
 
     Args:
-        verify: compare every file with its SHA-256 too, which reads all of them once.
-        rank, world: of `world` callers each compares its own share of the files.
+        verify: compare the files with their SHA-256 too, which reads all of them once.
+        rank, world: of `world` callers each checks its own share of the files.
     Raises:
         UserError: naming the file or directory: not a checkpoint, missing, truncated or altered files, a manifest that
             `read_manifest` refuses.
@@ -166,15 +171,14 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, rank: 
     manifest = read_manifest(directory)
     if STATE not in manifest.files:
         raise UserError(str(directory), f"not a complete checkpoint: its manifest lists no {STATE}")
-    found = {name: _check_size(directory, name, entry)[0] for name, entry in manifest.files.items()}
+    share = {name: check_size(directory, name, manifest.files[name]) for name in list(manifest.files)[rank::world]}
     if verify:
         # Hashing and reading release the interpreter lock, so threads use the cores.
-        share = dict(list(found.items())[rank::world])
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for name, sha256 in zip(share, pool.map(hash_file, share.values()), strict=True):
                 if sha256 != manifest.files[name].sha256:
-                    raise UserError(str(found[name]), _DAMAGED)
-    stray = tuple(sorted(set(os.listdir(directory)) - set(found) - {MANIFEST}))
+                    raise UserError(str(share[name]), _DAMAGED)
+    stray = tuple(sorted(set(os.listdir(directory)) - set(manifest.files) - {MANIFEST})) if rank == 0 else ()
     if stray:
         _log.warning("%s: ignored files that do not belong to the checkpoint: %s", directory, ", ".join(stray[:10]))
     return Checkpoint(directory, manifest, stray)
@@ -183,7 +187,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True, rank: 
 _DAMAGED = "checksum mismatch: the file is damaged, or belongs to another checkpoint"
 
 
-def _check_size(directory: Path, name: str, entry: FileEntry) -> tuple[Path, int]:
+def check_size(directory: Path, name: str, entry: FileEntry) -> Path:
+    """The path of a checkpoint's file; UserError naming it if it is missing, special, or of another size."""
     path, size = regular_file(directory, name)
     if size != entry.size:
         raise UserError(
@@ -192,7 +197,7 @@ def _check_size(directory: Path, name: str, entry: FileEntry) -> tuple[Path, int
             expected=f"{entry.size} bytes",
             got=f"{size} bytes",
         )
-    return path, size
+    return path
 
 
 def _find(path: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -47,21 +47,27 @@ def write_file(path: Path, data: bytes) -> FileEntry:
     return FileEntry(len(data), hashlib.sha256(data).hexdigest())
 
 
-def write_shard(path: Path, slices: Sequence[Slice]) -> tuple[FileEntry, list[Piece]]:
-    """Writes non-empty pieces into one new safetensors file and syncs it; one piece at a time is on the host.
-
-    Returns:
-        The file's size and SHA-256, and for each slice, in the given order, where it lies.
-    Raises:
-        OSError: the disk is full, or worse. Nothing is left behind then.
-    """
-    keys: dict[str, int] = {}
-    for index, piece in enumerate(slices):
+def shard_keys(slices: Iterable[Slice]) -> list[str]:
+    """The key that each piece has in the safetensors file of its rank."""
+    keys: dict[str, None] = {}
+    for piece in slices:
         key, count = f"{piece.kind}/{piece.name}", 0
         while key in keys:
             count += 1
             key = f"{piece.kind}/{piece.name}#{count}"
-        keys[key] = index
+        keys[key] = None
+    return list(keys)
+
+
+def write_shard(path: Path, slices: Sequence[Slice]) -> FileEntry:
+    """Writes non-empty pieces into one new safetensors file and syncs it; one piece at a time is on the host.
+
+    Returns:
+        The file's size and SHA-256.
+    Raises:
+        OSError: the disk is full, or worse. Nothing is left behind then.
+    """
+    keys = {key: index for index, key in enumerate(shard_keys(slices))}
     # Wide elements first, so that each piece is aligned for its dtype and can be read in place.
     order = sorted(keys, key=lambda key: -slices[keys[key]].tensor.element_size())
     header: dict[str, Any] = {}
@@ -88,8 +94,7 @@ def write_shard(path: Path, slices: Sequence[Slice]) -> tuple[FileEntry, list[Pi
     except OSError:
         path.unlink(missing_ok=True)  # frees the room that the other ranks and the run's own logs need
         raise
-    written = [Piece(path.name, key, slices[index].offsets, slices[index].extent) for key, index in keys.items()]
-    return FileEntry(size, digest.hexdigest()), written
+    return FileEntry(size, digest.hexdigest())
 
 
 class ShardReader:
@@ -122,7 +127,7 @@ class ShardReader:
             UserError: a file is missing, damaged, or does not hold what the manifest says.
         """
         with torch.no_grad():
-            for piece in entry.slices:
+            for piece in entry.slices.near(target.offsets, target.extent):
                 box = overlap(target.offsets, target.extent, piece.offsets, piece.shape)
                 if box is not None:
                     source = self._read(piece, entry.dtype, indices(box, piece.offsets))

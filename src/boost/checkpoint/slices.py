@@ -6,13 +6,16 @@ Nothing here knows why a tensor was cut the way it was.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Boxes: TypeAlias = NDArray[np.int64]
 
 # The spelling of safetensors, which is also the spelling in `state_hash`.
 DTYPES: dict[str, torch.dtype] = {
@@ -95,6 +98,38 @@ class Piece:
     shape: tuple[int, ...]
 
 
+class Pieces:
+    """The pieces of one tensor, packed: a checkpoint of a thousand ranks has more than a million.
+
+    Attributes:
+        files, keys: those of each piece.
+        boxes: int64 [pieces, 2, dimensions], the offsets and the shape of each.
+    """
+
+    def __init__(self, files: list[str], keys: list[str], boxes: Boxes) -> None:
+        self.files, self.keys, self.boxes = files, keys, boxes
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self.at, range(len(self)))
+
+    def at(self, index: int) -> Piece:
+        """One of them."""
+        offsets, shape = self.boxes[index].tolist()
+        return Piece(self.files[index], self.keys[index], tuple(offsets), tuple(shape))
+
+    def near(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Piece]:
+        """Those that share elements with a box, and no others unless the box is empty."""
+        if not len(self):
+            return iter(())
+        starts, ends = self.boxes[:, 0], self.boxes.sum(axis=1)
+        first = np.array(offsets, dtype=np.int64)
+        last = first + np.array(shape, dtype=np.int64)
+        return map(self.at, np.flatnonzero(((starts < last) & (first < ends)).all(axis=1)).tolist())
+
+
 def inside(shape: Sequence[int], offsets: Sequence[int], extent: Sequence[int]) -> bool:
     """Whether the box of shape `extent` at `offsets` lies inside a tensor of `shape`."""
     return len(shape) == len(offsets) == len(extent) and all(
@@ -123,28 +158,33 @@ def indices(box: tuple[tuple[int, ...], tuple[int, ...]], origin: Sequence[int])
     return tuple(slice(start - base, start - base + length) for start, length, base in zip(*box, origin, strict=True))
 
 
-def check_cover(shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+def check_cover(shape: tuple[int, ...], pieces: Pieces) -> None:
     """Checks that `pieces`, none of them empty, cover a tensor of `shape` exactly once.
 
     Raises:
         ValueError: a piece reaches outside, two overlap (replicas are overlaps too), some elements are missing, or the
             tensor is cut along more than four dimensions.
     """
-    for piece in pieces:
-        if not inside(shape, piece.offsets, piece.shape) or 0 in piece.shape:
-            raise ValueError(
-                f"the piece of shape {list(piece.shape)} at {list(piece.offsets)} in {piece.file} "
-                f"does not lie inside {list(shape)}"
-            )
-    whole = [(tuple(0 for _ in shape), shape)] if math.prod(shape) else []
-    cut = [dim for dim, size in enumerate(shape) if any(piece.shape[dim] != size for piece in pieces)]
+    dims, offsets, extents = len(shape), pieces.boxes[:, 0], pieces.boxes[:, 1]
+    sizes = np.array(shape, dtype=np.int64)
+    outside: NDArray[np.bool_] = np.ones(len(pieces), dtype=bool)
+    if pieces.boxes.shape[2] == dims:
+        outside = np.any((offsets < 0) | (extents < 1) | (offsets + extents > sizes), axis=1)
+    if outside.any():
+        piece = pieces.at(int(outside.argmax()))
+        raise ValueError(
+            f"the piece of shape {list(piece.shape)} at {list(piece.offsets)} in {piece.file} "
+            f"does not lie inside {list(shape)}"
+        )
+    cut = [dim for dim in range(dims) if len(pieces) and (extents[:, dim] != shape[dim]).any()]
     if len(cut) > _MOST_CUT:
         raise ValueError(f"it is cut along {len(cut)} dimensions; at most {_MOST_CUT} are read")
-    if _corners(whole, cut) == _corners([(piece.offsets, piece.shape) for piece in pieces], cut):
+    whole = np.stack((np.zeros_like(sizes), sizes))[None][: math.prod(shape)]  # none where it has no elements
+    if all(map(np.array_equal, _corners(whole, shape, cut), _corners(pieces.boxes, shape, cut))):
         return
     if len(pieces) <= _FEW:
-        _name_overlap(pieces, len(shape))
-    covered = sum(math.prod(piece.shape) for piece in pieces)
+        _name_overlap(list(pieces), dims)
+    covered = sum(extents.prod(axis=1).tolist())
     if covered != math.prod(shape):
         raise ValueError(f"its pieces cover {covered} of {math.prod(shape)} elements of {list(shape)}")
     raise ValueError("its pieces overlap; every element belongs to exactly one rank")
@@ -154,19 +194,26 @@ def check_cover(shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
 _MOST_CUT, _FEW = 4, 1000
 
 
-def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
+def _corners(boxes: Boxes, shape: tuple[int, ...], dims: Sequence[int]) -> tuple[Boxes, NDArray[np.float64]]:
     """Where the number of boxes over a point changes: each box's corners, signed, added up; those that cancel left out.
 
     The differences of a function along all its axes say all about it, so boxes cover a box exactly once if and only if
     what remains of their corners is its corners.
+
+    Args:
+        boxes: [boxes, 2, dimensions], inside `shape`.
+        dims: at most four dimensions, along which to look; so that a corner's number fits in 64 bits.
+    Returns:
+        The corners, numbered in row-major order, and their sums.
     """
-    signs = [math.prod(ends) for ends in itertools.product((1, -1), repeat=len(dims))]
-    total: Counter[tuple[int, ...]] = Counter()
-    for offsets, lengths in boxes:
-        ends = [(offsets[dim], offsets[dim] + lengths[dim]) for dim in dims]
-        for corner, sign in zip(itertools.product(*ends), signs, strict=True):
-            total[corner] += sign
-    return {corner: count for corner, count in total.items() if count}
+    corners, signs = np.zeros((len(boxes), 1), dtype=np.int64), np.ones(1)
+    for dim in dims:
+        ends = boxes[:, :, dim].cumsum(axis=1)
+        corners = (corners[:, :, None] * (shape[dim] + 1) + ends[:, None, :]).reshape(len(boxes), -1)
+        signs = np.outer(signs, (1, -1)).reshape(-1)
+    found, place = np.unique(corners, return_inverse=True)
+    sums = np.bincount(place.reshape(-1), np.tile(signs, len(boxes)), minlength=len(found))
+    return found[sums != 0], sums[sums != 0]
 
 
 def _name_overlap(pieces: Sequence[Piece], dims: int) -> None:

@@ -14,35 +14,50 @@ import logging
 import os
 import re
 import shutil
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from boost.checkpoint.manifest import (
     MANIFEST,
+    MAX_NUMBER,
     FileEntry,
     Manifest,
     TensorEntry,
     check_file_name,
     check_name,
+    decode_manifest,
     encode_manifest,
+    packed,
     parse_json,
     read_bytes,
-    read_manifest,
     state_hash,
     to_json,
+    unpacked,
 )
-from boost.checkpoint.reading import STATE, Checkpoint, latest, list_checkpoints, open_checkpoint
-from boost.checkpoint.shards import ShardReader, sync_directory, write_file, write_shard
-from boost.checkpoint.slices import DTYPES, Piece, Slice, check_cover, raw_bytes
+from boost.checkpoint.reading import (
+    STATE,
+    Checkpoint,
+    check_size,
+    latest,
+    list_checkpoints,
+    newest_first,
+    open_checkpoint,
+)
+from boost.checkpoint.shards import ShardReader, shard_keys, sync_directory, write_file, write_shard
+from boost.checkpoint.slices import DTYPES, Pieces, Slice, check_cover, raw_bytes
 from boost.errors import EnvironmentFailure, PeerFailure, UserError
 
 __all__ = ["Checkpoint", "Slice", "latest", "list_checkpoints", "open_checkpoint", "save"]
 
-_ROOM = "room.json"
-_PLAN = "plan.json"
+# What ranks tell each other in the partial checkpoint, besides a file of each; gone before it is committed.
+_PLAN, _SHARES, _WRITTEN, _FOUND = "plan.json", "shares.json", "written.json", "found.json"
 _log = logging.getLogger(__name__)
 
 
@@ -60,9 +75,10 @@ def save(
 ) -> Path:
     """Writes `root/step-{step}` from all ranks; every rank calls it, one save at a time per `root`.
 
-    Every rank writes its slices to a file of its own and hashes its share of the unsharded tensors from all files.
-    Rank 0 checks that the slices cover every tensor exactly once and commits. Ranks meet in `barrier` only, also when
-    one of them fails: then all raise, the partial checkpoint is removed, and older ones are untouched.
+    Every rank says what it holds. Rank 0 checks that there is room, that the slices cover every tensor exactly once and
+    that their list is not too long. Then every rank writes its slices to a file of its own, hashes its share of the
+    unsharded tensors from all files, and rank 0 commits. Only rank 0 ever holds the whole list. Ranks meet in `barrier`
+    only, also when one of them fails: then all raise, the partial checkpoint is removed, and older ones are untouched.
 
     Args:
         root: `run.dir/checkpoints`, on a file system that all ranks share. Its parent must exist, and it must not be a
@@ -78,7 +94,8 @@ def save(
         incomplete is moved aside as `step-N.damaged`.
     Raises:
         EnvironmentFailure: no space, or the disk fails, or another rank could not save.
-        UserError: slices overlap or leave gaps (naming the tensor), another checkpoint has this step, no permission.
+        UserError: slices overlap or leave gaps (naming the tensor), are too many, or of a step that another checkpoint
+            has; no permission.
         ValueError: `state`, a name or a number is unfit.
     """
     if step < 0 or keep < 0 or not 0 <= rank < world:
@@ -86,7 +103,7 @@ def save(
     root = Path(root)
     partial, final = root / f".step-{step}.partial", root / f"step-{step}"
     failure: Exception | None = None
-    existing: str | None = None
+    existing: str | None = None  # the state hash of a sound checkpoint that has this step
     needed = 0
 
     def together(work: Callable[[], None], *, everyone: bool = True) -> None:
@@ -116,41 +133,53 @@ def save(
     extra: dict[str, bytes] = {}
 
     def prepare() -> None:
+        nonlocal existing
         _sweep(root)  # before all else: what a killed run left must not pass for this save's work
         extra.update({check_file_name(name): data for name, data in (files or {}).items()})
         for name in extra:
-            if name in (STATE, MANIFEST, _ROOM, _PLAN) or re.match(r"(tensors|size|part|hash)-", name):
+            if name in (STATE, MANIFEST, _PLAN, _SHARES, _WRITTEN, _FOUND) or re.match(r"(tensors|part|hash)-", name):
                 raise ValueError(f"{name!r} is the name of one of the checkpoint's own files")
         extra[STATE] = _encode_state(state)
-        _make_room(final)
+        existing = _make_room(final)
         partial.mkdir()
 
     pieces: list[Slice] = []
+    tensors: list[TensorEntry] = []
+    written: dict[str, FileEntry] = {}
 
     def announce() -> None:
         nonlocal needed
         _refuse_link(root)
         pieces.extend(slices)
         needed = sum(piece.nbytes for piece in pieces)
-        write_file(partial / f"size-{rank:05d}.json", to_json(needed))
+        _write_part(partial, pieces, rank)
+
+    def plan() -> None:
+        tensors.extend(_write_plan(partial, step, [*extra], existing, world))
 
     def hash_share() -> None:
         nonlocal existing
-        existing = parse_json(read_bytes(partial / _PLAN), partial / _PLAN)["existing"]
-        _hash_share(partial, rank, world)
+        existing = _hash_share(partial, rank)
+
+    def gather() -> None:
+        for found in _from_every_rank(partial, "written", world, "could not save its part"):
+            written.update({name: FileEntry(**entry) for name, entry in found.items()})
+        write_file(partial / _WRITTEN, b"{}")
 
     together(prepare, everyone=False)
     together(announce)
-    together(lambda: _check_space(partial, world), everyone=False)
-    agree(partial / _ROOM)
-    together(lambda: _write_part(partial, pieces, rank))
-    together(lambda: _write_plan(partial, final, world), everyone=False)
+    together(plan, everyone=False)
     agree(partial / _PLAN)
+    together(lambda: _write_tensors(partial, pieces, rank))
+    together(gather, everyone=False)
+    agree(partial / _WRITTEN)
     together(hash_share)
     if existing is None:
-        together(lambda: _commit(partial, final, step, extra, world, keep), everyone=False)
+        together(lambda: _commit(partial, final, step, tensors, written, extra, world, keep), everyone=False)
     else:
-        together(lambda: _compare(partial, final, world, existing))
+        together(lambda: _find_hash(partial, tensors, world), everyone=False)
+        agree(partial / _FOUND)
+        together(lambda: _compare(partial, final, existing))
     agree(final / MANIFEST)
     if existing is not None and rank == 0:
         with suppress(OSError):
@@ -171,22 +200,22 @@ def _sweep(root: Path) -> None:
             _remove(Path(entry.path))
 
 
-def _make_room(final: Path) -> None:
-    """Moves aside what has the name of the new checkpoint, unless it is a sound checkpoint."""
+def _make_room(final: Path) -> str | None:
+    """Moves aside what has the name of the new checkpoint, or returns its state hash if it is a sound checkpoint."""
     if not os.path.lexists(final):
-        return
+        return None
     try:
-        open_checkpoint(final)
+        return open_checkpoint(final).state_hash
     except UserError as error:
         # A run that fell back to an older checkpoint comes by here again: it must not stop, nor trust this one.
         aside = next(p for i in count() if not os.path.lexists(p := final.parent / f"{final.name}.damaged{i or ''}"))
         _log.warning("%s; moved to %s", error, aside)
         os.rename(final, aside)
+        return None
 
 
-def _check_space(partial: Path, world: int) -> None:
+def _check_space(partial: Path, needed: int) -> None:
     """Compares what all ranks are about to write with the space there is: half a checkpoint helps nobody."""
-    needed = sum(_from_every_rank(partial, "size", world, "could not save, or has run.dir on another file system"))
     free = shutil.disk_usage(partial).free
     if needed > free:
         raise EnvironmentFailure(
@@ -196,7 +225,6 @@ def _check_space(partial: Path, world: int) -> None:
             got=f"{free} bytes free",
             hint="older checkpoints are untouched; free some space, or lower checkpoint.keep",
         )
-    write_file(partial / _ROOM, to_json(needed))
 
 
 def _from_every_rank(partial: Path, name: str, world: int, otherwise: str) -> Iterator[Any]:
@@ -208,32 +236,33 @@ def _from_every_rank(partial: Path, name: str, world: int, otherwise: str) -> It
         yield parse_json(read_bytes(path), path)
 
 
+def _shard_name(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
+
+
 def _write_part(partial: Path, pieces: list[Slice], rank: int) -> None:
+    """Lists what this rank is about to write, and how many bytes that is."""
     for piece in pieces:
         check_name(piece.name), check_name(piece.kind)
-    full = [piece for piece in pieces if piece.nbytes]
-    file: FileEntry | None = None
-    written: list[Piece] = []
-    name = f"tensors-{rank:05d}.safetensors"
-    if full:
-        file, written = write_shard(partial / name, full)
     # Empty pieces are listed too: they carry the shape of a tensor that may have no elements at all.
-    keys = {id(piece): place.key for piece, place in zip(full, written, strict=True)}
-    listed = [
-        [piece.name, piece.kind, piece.shape, piece.dtype, piece.offsets, piece.extent, keys.get(id(piece))]
-        for piece in pieces
-    ]
-    part = {"file": {name: dataclasses.asdict(file)} if file else {}, "slices": listed}
+    keys = iter(shard_keys(piece for piece in pieces if piece.nbytes))
+    listed = [[p.name, p.kind, p.shape, p.dtype, p.offsets, p.extent, next(keys) if p.nbytes else None] for p in pieces]
+    part = {"bytes": sum(piece.nbytes for piece in pieces), "slices": listed}
     write_file(partial / f"part-{rank:05d}.json", to_json(part))
 
 
-def _write_plan(partial: Path, final: Path, world: int) -> None:
-    """Gathers all ranks' parts into the list of tensors, in the order of their names, after checking the cover."""
-    files: dict[str, Any] = {}
-    pieces: dict[tuple[str, str], list[Piece]] = {}
+def _write_plan(partial: Path, step: int, extra: list[str], existing: str | None, world: int) -> list[TensorEntry]:
+    """Gathers all ranks' parts into the list of tensors, in the order of their names, and checks all that can be.
+
+    What follows is told in two files: the shares of the list, a line for each rank, and where those end.
+    """
+    needed = 0
     forms: dict[tuple[str, str], tuple[list[int], str]] = {}
-    for rank, part in enumerate(_from_every_rank(partial, "part", world, "could not save its part")):
-        files |= part["file"]
+    places: dict[tuple[str, str], tuple[list[str], list[str], array[int]]] = {}
+    otherwise = "could not save, or has run.dir on another file system"
+    for rank, part in enumerate(_from_every_rank(partial, "part", world, otherwise)):
+        needed += part["bytes"]
+        file = _shard_name(rank)
         for name, kind, shape, dtype, offsets, extent, key in part["slices"]:
             form = forms.setdefault((name, kind), (shape, dtype))
             if form != (shape, dtype):
@@ -243,66 +272,104 @@ def _write_plan(partial: Path, final: Path, world: int) -> None:
                     expected=f"{form[1]} {form[0]}",
                     got=f"{dtype} {shape} on rank {rank}",
                 )
-            places = pieces.setdefault((name, kind), [])
+            if (name, kind) not in places:
+                places[name, kind] = ([], [], array("q"))
             if key is not None:
-                places.append(Piece(next(iter(part["file"])), key, tuple(offsets), tuple(extent)))
+                files, keys, boxes = places[name, kind]
+                files.append(file)
+                keys.append(sys.intern(key))
+                boxes.extend([*offsets, *extent])
+    _check_space(partial, needed)
     tensors = []
     for (name, kind), (shape, dtype) in sorted(forms.items()):
+        files, keys, boxes = places.pop((name, kind))
+        slices = Pieces(files, keys, np.array(boxes, dtype=np.int64).reshape(len(files), 2, len(shape)))
         try:
-            check_cover(tuple(shape), pieces[name, kind])
+            check_cover(tuple(shape), slices)
         except ValueError as error:
             raise UserError(f"{kind} {name}", str(error)) from None
-        tensors.append([name, kind, shape, dtype, [dataclasses.astuple(piece) for piece in pieces[name, kind]]])
-    existing = read_manifest(final).state_hash if os.path.lexists(final) else None
-    write_file(partial / _PLAN, to_json({"existing": existing, "tensors": tensors, "files": files}))
-
-
-def _read_plan(partial: Path) -> tuple[list[TensorEntry], dict[str, FileEntry]]:
-    plan = parse_json(read_bytes(partial / _PLAN), partial / _PLAN)
-    tensors = [
-        TensorEntry(
-            name,
-            kind,
-            tuple(shape),
-            dtype,
-            "",
-            tuple(Piece(file, key, tuple(offsets), tuple(extent)) for file, key, offsets, extent in pieces),
-        )
-        for name, kind, shape, dtype, pieces in plan["tensors"]
+        tensors.append(TensorEntry(name, kind, tuple(shape), dtype, "", slices))
+    _check_length(partial, step, tensors, [*map(_shard_name, range(world)), *extra])
+    shares = [
+        to_json([[entry.name, entry.kind, entry.shape, entry.dtype, entry.slices] for entry in share], unpacked)
+        for share in (tensors[rank::world] for rank in range(world))
     ]
-    return tensors, {name: FileEntry(**entry) for name, entry in plan["files"].items()}
+    write_file(partial / _SHARES, b"".join(shares))
+    write_file(partial / _PLAN, to_json({"existing": existing, "ends": list(accumulate(map(len, shares)))}))
+    return tensors
 
 
-def _hash_share(partial: Path, rank: int, world: int) -> None:
-    """Hashes every world-th tensor from the files just written, one in memory at a time; all are read back."""
+def _check_length(partial: Path, step: int, tensors: list[TensorEntry], names: list[str]) -> None:
+    """UserError if readers would refuse the manifest: before the tensors are written, with stand-ins for hashes."""
+    largest = FileEntry(MAX_NUMBER, "0" * 64)
+    entries = [dataclasses.replace(entry, sha256="0" * 64) for entry in tensors]
+    draft = Manifest(step, state_hash(entries), {(e.kind, e.name): e for e in entries}, dict.fromkeys(names, largest))
+    count = sum(len(entry.slices) for entry in tensors)
+    try:
+        decode_manifest(encode_manifest(draft), partial / MANIFEST)
+    except UserError as error:
+        raise UserError(
+            str(error),
+            f"so {len(tensors)} tensors in {count} slices cannot be saved",
+            hint="divide the state among fewer ranks: parallel.dp_replicate, or parallel.pp in the place of tp or dp",
+        ) from None
+
+
+def _write_tensors(partial: Path, pieces: list[Slice], rank: int) -> None:
+    name = _shard_name(rank)
+    full = [piece for piece in pieces if piece.nbytes]
+    files = {name: dataclasses.asdict(write_shard(partial / name, full))} if full else {}
+    write_file(partial / f"written-{rank:05d}.json", to_json(files))
+
+
+def _hash_share(partial: Path, rank: int) -> str | None:
+    """Hashes every world-th tensor from the files just written, one in memory at a time; all are read back.
+
+    Returns:
+        The state hash of the checkpoint that has this step already, if there is one.
+    """
+    plan = parse_json(read_bytes(partial / _PLAN), partial / _PLAN)
+    start, end = [0, *plan["ends"]][rank : rank + 2]
+    with open(partial / _SHARES, "rb") as file:
+        file.seek(start)
+        share = parse_json(file.read(end - start), partial / _SHARES)
+    hashes = []
     with ShardReader(partial) as reader:
-        hashes = [
-            hashlib.sha256(raw_bytes(reader.whole(entry, DTYPES[entry.dtype]))).hexdigest()
-            for entry in _read_plan(partial)[0][rank::world]
-        ]
+        for name, kind, shape, dtype, slices in share:
+            entry = TensorEntry(name, kind, tuple(shape), dtype, "", packed(slices))
+            hashes.append(hashlib.sha256(raw_bytes(reader.whole(entry, DTYPES[dtype]))).hexdigest())
     write_file(partial / f"hash-{rank:05d}.json", to_json(hashes))
+    existing: str | None = plan["existing"]
+    return existing
 
 
-def _read_hashes(partial: Path, world: int) -> tuple[list[TensorEntry], dict[str, FileEntry]]:
-    tensors, files = _read_plan(partial)
+def _read_hashes(partial: Path, tensors: list[TensorEntry], world: int) -> list[TensorEntry]:
+    hashed = tensors.copy()
     for rank, hashes in enumerate(_from_every_rank(partial, "hash", world, "could not read back what was saved")):
-        tensors[rank::world] = [
+        hashed[rank::world] = [
             dataclasses.replace(entry, sha256=sha256)
             for entry, sha256 in zip(tensors[rank::world], hashes, strict=True)
         ]
-    return tensors, files
+    return hashed
 
 
-def _commit(partial: Path, final: Path, step: int, extra: dict[str, bytes], world: int, keep: int) -> None:
-    tensors, files = _read_hashes(partial, world)
-    for name, data in extra.items():
-        files[name] = write_file(partial / name, data)
+def _commit(
+    partial: Path,
+    final: Path,
+    step: int,
+    tensors: list[TensorEntry],
+    written: dict[str, FileEntry],
+    extra: dict[str, bytes],
+    world: int,
+    keep: int,
+) -> None:
+    hashed = _read_hashes(partial, tensors, world)
+    files = written | {name: write_file(partial / name, data) for name, data in extra.items()}
     for name in os.listdir(partial):
         if name not in files:
             os.unlink(partial / name)
-    by_name = {(entry.kind, entry.name): entry for entry in tensors}
-    write_file(partial / MANIFEST, encode_manifest(Manifest(step, state_hash(tensors), by_name, files)))
-    read_manifest(partial)  # nothing is committed that a reader would refuse
+    by_name = {(entry.kind, entry.name): entry for entry in hashed}
+    write_file(partial / MANIFEST, encode_manifest(Manifest(step, state_hash(hashed), by_name, files)))
     sync_directory(partial)
     os.rename(partial, final)
     sync_directory(final.parent)
@@ -312,8 +379,12 @@ def _commit(partial: Path, final: Path, step: int, extra: dict[str, bytes], worl
         _log.warning("old checkpoints could not be removed: %s", error)
 
 
-def _compare(partial: Path, final: Path, world: int, existing: str) -> None:
-    found = state_hash(_read_hashes(partial, world)[0])
+def _find_hash(partial: Path, tensors: list[TensorEntry], world: int) -> None:
+    write_file(partial / _FOUND, to_json(state_hash(_read_hashes(partial, tensors, world))))
+
+
+def _compare(partial: Path, final: Path, existing: str) -> None:
+    found = parse_json(read_bytes(partial / _FOUND), partial / _FOUND)
     if found != existing:
         raise UserError(
             str(final),
@@ -326,8 +397,21 @@ def _compare(partial: Path, final: Path, world: int, existing: str) -> None:
 
 
 def _retain(root: Path, keep: int, step: int) -> None:
-    for number, path in list_checkpoints(root)[:-keep] if keep else []:
-        if number != step:
+    """Removes all complete checkpoints but the newest `keep` and the one of this step.
+
+    Complete is one that has all its files in their sizes. Another does not count, so that no good one goes because of
+    it, and stays where it is: whatever it still holds is the user's.
+    """
+    complete = 0
+    for number, path, files in newest_first(root) if keep else ():
+        try:
+            for name, entry in files.items():
+                check_size(path, name, entry)
+        except UserError as error:
+            _log.warning("not counted by checkpoint.keep: %s", error)
+            continue
+        complete += 1
+        if complete > keep and number != step:
             # Hidden first, in one rename: a kill during the removal leaves nothing that looks like a checkpoint.
             hidden = root / f".{path.name}.partial"
             os.rename(path, hidden)

@@ -249,11 +249,12 @@ def starting_point(
     config: TrainConfig, mesh: Mesh, run: RunDirectory, dataset: Dataset
 ) -> tuple[bool, Checkpoint | None]:
     """The checkpoint that the run starts from, if any, and whether it goes on from there."""
-    newest = latest(run.checkpoints)
-    if not same_on_all_ranks(-1 if newest is None else int(newest.name.removeprefix("step-")), mesh.world):
-        raise EnvironmentFailure(
-            str(run.checkpoints), "ranks see different newest checkpoints", hint="wait until the file system agrees"
-        )
+    # Rank 0 alone reads all manifests.
+    found = latest(run.checkpoints) if mesh.world.rank == 0 else None
+    name = first_text("" if found is None else found.name, mesh.world)
+    newest = run.checkpoints / name if name else None
+    if any_rank(newest is not None and not newest.is_dir(), mesh.world):
+        raise EnvironmentFailure(str(newest), "not seen by every rank", hint="wait until the file system agrees")
     if newest is not None and config.run.resume == "false":
         raise UserError(
             "run.dir", f"{run.path} holds checkpoints", hint="set run.resume=auto to go on, or choose another run.dir"
