@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 from boost.errors import EnvironmentFailure, UserError
 
@@ -17,12 +18,16 @@ logger = logging.getLogger("boost")
 
 def atomic_write(path: Path, text: str) -> None:
     """Replaces a file by new content, so that a reader sees the old or the new one and never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    # Not by the process id: on other machines, or in other containers, ranks have the same one.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class RunDirectory:
@@ -40,7 +45,7 @@ class RunDirectory:
         self._lock: IO[str] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}"
+            probe = self.path / f".probe.{uuid4().hex}"
             probe.touch()
             probe.unlink()
         except FileExistsError:
@@ -56,22 +61,35 @@ class RunDirectory:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def lock(self) -> None:
+    def lock(self, patience: float = 2.0) -> None:
         """Keeps other runs out until this process ends.
+
+        Args:
+            patience: seconds to wait for a lock that is held; that of a process that has just died may drop late.
 
         Raises:
             UserError: another process holds it.
         """
         self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until `unlock` or the end of the process
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.unlock()
-            raise UserError(
-                "run.dir", f"{self.path} is in use by another run", hint="wait for it to end or choose another run.dir"
-            ) from None
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): make sure that only one run uses it", self.path, error.strerror)
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                self.unlock()
+                raise UserError(
+                    "run.dir",
+                    f"{self.path} is in use by another run",
+                    hint="wait for it to end or choose another run.dir",
+                ) from None
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be locked (%s): make sure that only one run uses it", self.path, error.strerror
+                )
+            return
 
     def unlock(self) -> None:
         """Lets other runs in again."""
