@@ -11,7 +11,7 @@ from boost.checkpoint import reading
 from boost.checkpoint.store import open_checkpoint
 from boost.config import TrainConfig
 from boost.data.prepare import prepare
-from boost.errors import UserError
+from boost.errors import EnvironmentFailure, UserError
 from boost.parallel.mesh import Mesh
 from boost.training import loop
 from boost.training.loop import train
@@ -63,12 +63,20 @@ def test_every_file_is_verified_by_one_rank(settings: dict[str, Any], tmp_path: 
     assert ["looked for the newest" in names for names in seen] == [True, False]
 
 
+def _resume_where_rank_1_sees_nothing(mesh: Mesh, config: TrainConfig) -> str:
+    """As on a file system that shows new directories late."""
+    run = RunDirectory(config.run.dir)
+    if mesh.world.rank == 1:
+        RunDirectory.checkpoints = property(lambda self: self.path / "late")
+    with pytest.raises(EnvironmentFailure) as caught:
+        train(config, mesh, run)
+    return str(caught.value)
+
+
 def test_a_rank_that_does_not_see_the_checkpoint_is_told(settings: dict[str, Any], tmp_path: Path) -> None:
     config = with_changes(settings, parallel__dp=2)
     run(config)
-    elsewhere = with_changes(settings, parallel__dp=2, run__dir=str(tmp_path / "elsewhere"))
-    for _, end in run_ranks(2, _resume, [config, elsewhere], layout=(1, 2, 1)):
-        assert end.startswith("EnvironmentFailure")
+    for end in run_ranks(2, _resume_where_rank_1_sees_nothing, config, layout=(1, 2, 1)):
         assert "not seen by every rank" in end
 
 
@@ -84,6 +92,33 @@ def test_what_one_rank_finds_damaged_all_name(settings: dict[str, Any], tmp_path
     for _, end in run_ranks(2, _resume, [config] * 2, layout=(1, 2, 1)):
         assert end.startswith("UserError")
         assert f"{name}: checksum mismatch" in end
+
+
+def test_ranks_that_start_from_other_weights_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    """What counts is the checkpoint, not the path to it."""
+    for name in ("one", "other"):
+        run(with_changes(settings, run__dir=str(tmp_path / name), train__steps=1, train__seed=len(name)))
+    (tmp_path / "same").symlink_to(tmp_path / "one")
+    for name, refused in {"other": True, "same": False}.items():
+        paths = [tmp_path / "one", tmp_path / name]
+        fresh = {"parallel__dp": 2, "train__steps": 1}
+        configs = [with_changes(settings, **fresh, run__init_from=str(path)) for path in paths]
+        for (_, end), path in zip(run_ranks(2, _resume, configs, layout=(1, 2, 1)), paths, strict=True):
+            got = f"state_hash {open_checkpoint(path).state_hash[:12]}"
+            line = f"UserError run.init_from: ranks opened different checkpoints (got {got}"
+            assert end.startswith(line if refused else "done"), end
+
+
+def test_machines_without_a_common_run_directory_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Before the first step, on all ranks, also where both have the same checkpoint."""
+    runs = [tmp_path / "here", tmp_path / "there"]
+    for path in runs:
+        run(with_changes(settings, train__steps=1, run__dir=str(path)))
+    before = [sorted(path.rglob("*")) for path in runs]
+    configs = [with_changes(settings, parallel__dp=2, train__steps=2, run__dir=str(path)) for path in runs]
+    for _, end in run_ranks(2, _resume, configs, layout=(1, 2, 1)):
+        assert end.startswith("UserError run.dir: rank 1 does not see what rank 0 writes"), end
+    assert [sorted(path.rglob("*")) for path in runs] == before
 
 
 def test_machines_with_other_data_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from boost.config import TrainConfig
 from boost.errors import Preempted, UserError
 from boost.inference import evaluate
 from boost.parallel.mesh import Mesh
+from boost.training import loop
 from boost.training.loop import train
 from boost.training.run_directory import RunDirectory
 from boost.training.signals import StopRequest
@@ -90,3 +92,22 @@ def test_a_stop_breaks_a_validation_off(
     assert "val_loss" in metrics(config)[0]
     assert "val_loss" not in metrics(config)[1]
     assert state_hash(config, 2)
+
+
+def test_a_dataset_that_goes_does_not_take_the_state_along(
+    settings: dict[str, Any], tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer is in the checkpoint all the same."""
+    data = tmp_path / "tokens"
+    shutil.copytree(dataset, data)
+    update = loop.update
+
+    def step(*args: Any, **options: Any) -> tuple[float, float]:
+        (data / "tokenizer.json").unlink(missing_ok=True)
+        return update(*args, **options)
+
+    monkeypatch.setattr(loop, "update", step)
+    config = with_changes(settings, data__path=str(data), train__steps=1)
+    run(config)
+    saved = store.open_checkpoint(config.run.dir)
+    assert saved.read_file("tokenizer.json") == (dataset / "tokenizer.json").read_bytes()

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from boost.model.relora import factor_names
 from boost.model.stages import PipelinedDecoder
 from boost.parallel.collectives import all_reduce, any_rank, barrier, first_text, same_on_all_ranks
 from boost.parallel.data_parallel import sum_gradients
-from boost.parallel.mesh import Mesh, shorten_timeouts
+from boost.parallel.mesh import Group, Mesh, shorten_timeouts
 from boost.parallel.overlap import HeldWeightGrads, WeightGradQueue
 from boost.parallel.sharding import initialize, partial_parameters
 from boost.parallel.zero import begin_micro_batch, shard
@@ -66,6 +67,7 @@ def train(
     """
     main, stop = mesh.world.rank == 0, stop or StopRequest()
     waiting = nullcontext if watch is None else watch.waiting
+    check_shared(run, mesh.world)
     dataset = open_dataset(config)
     if not same_on_all_ranks(int(dataset.fingerprint[:15], 16), mesh.world):
         raise UserError("data.path", "ranks see different datasets", got=f"fingerprint {dataset.fingerprint[:12]} here")
@@ -96,8 +98,10 @@ def train(
 
     saver = Saver(mesh.saving, asynchronous=config.checkpoint.asynchronous)
 
+    # Of what is not tensors rank 0's counts. Read now: the dataset may be gone when the run saves.
+    tokenizer = dataset.tokenizer_file.read_bytes() if main else b""
+
     def save(step: int) -> None:
-        tokenizer = dataset.tokenizer_file.read_bytes()
         save_state(saver, run.checkpoints, step, model, optimizer, config, mesh, dataset.fingerprint, tokenizer)
 
     def asked_to_stop() -> bool:
@@ -245,6 +249,33 @@ def build_model(config: TrainConfig, mesh: Mesh, source: Checkpoint | None = Non
     return model
 
 
+def check_shared(run: RunDirectory, world: Group, patience: float = 5.0) -> None:
+    """Looks, from all ranks, for a file that rank 0 makes: else the first save would be the first to miss it.
+
+    Args:
+        patience: seconds to wait for it; file systems on a network may show it late.
+
+    Raises:
+        UserError: on every rank, naming one that does not see the file.
+    """
+    if world.size == 1:
+        return
+    path = run.path / f".shared.{first_text(uuid4().hex if world.rank == 0 else '', world)}"
+    try:
+        if world.rank == 0:
+            path.touch()
+        barrier(world)
+        deadline = time.monotonic() + patience
+        while not (seen := path.exists()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        problem = first_text("" if seen else f"rank {world.rank} does not see what rank 0 writes in {run.path}", world)
+    finally:
+        if world.rank == 0:
+            path.unlink(missing_ok=True)
+    if problem:
+        raise UserError("run.dir", problem, hint="give a directory that all machines share")
+
+
 def starting_point(
     config: TrainConfig, mesh: Mesh, run: RunDirectory, dataset: Dataset
 ) -> tuple[bool, Checkpoint | None]:
@@ -260,10 +291,11 @@ def starting_point(
             "run.dir", f"{run.path} holds checkpoints", hint="set run.resume=auto to go on, or choose another run.dir"
         )
     if newest is not None:
-        checkpoint = _open(newest, config, mesh)
+        checkpoint = _open(newest, "run.dir", config, mesh)
         check_resumable(checkpoint, config, dataset.fingerprint)
         return True, checkpoint
-    return False, None if config.run.init_from is None else _open(config.run.init_from, config, mesh)
+    init_from = config.run.init_from
+    return False, None if init_from is None else _open(init_from, "run.init_from", config, mesh)
 
 
 def restore(
@@ -290,8 +322,11 @@ def restore(
     return 0
 
 
-def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
-    """Opens a checkpoint on every rank. Each verifies its share of the files, and what one finds all raise."""
+def _open(path: str | Path, field: str, config: TrainConfig, mesh: Mesh) -> Checkpoint:
+    """Opens a checkpoint on every rank. Each verifies its share of the files, and what one finds all raise.
+
+    The path may differ between ranks, the checkpoint must be the same one: else the weights would not be.
+    """
     rank, world = mesh.world.rank, mesh.world.size
     problem: UserError | None = None
     try:
@@ -302,6 +337,9 @@ def _open(path: str | Path, config: TrainConfig, mesh: Mesh) -> Checkpoint:
     if found:
         where, _, what = found.partition(": ")
         raise problem or UserError(where, what)
+    if not same_on_all_ranks(int(checkpoint.state_hash[:15], 16), mesh.world):
+        got = f"state_hash {checkpoint.state_hash[:12]} in {checkpoint.path} here"
+        raise UserError(field, "ranks opened different checkpoints", got=got, hint="give all of them the same one")
     return checkpoint
 
 
