@@ -314,6 +314,34 @@ def test_torchrun_restarts_and_resumes(config_file: Path, tmp_path: Path, whole:
     assert status(run) == {"status": "done", "step": STEPS, "exit_code": 0, "cause": ""}
 
 
+def test_no_rank_outlives_its_launcher(config_file: Path, tmp_path: Path, start: Any) -> None:
+    """`kill -9` of what has started the ranks: they save and end, and the same command goes on."""
+    run, step = tmp_path / "run", 0
+    for launcher in ((), (*TORCHRUN, "--standalone", "--nproc-per-node", "2")):
+        process = start("train", str(config_file), "train.steps=5000", launcher=launcher)
+        pids = ranks(process, 2)
+        wait_for_step(run, step + 3, process)
+        process.kill()
+        try:
+            seconds = wait_until_gone([process.pid, *pids.values()], 15)
+        finally:
+            for pid in filter(_runs, pids.values()):
+                os.kill(pid, signal.SIGKILL)
+        assert status(run)["status"] == "preempted"
+        step = status(run)["step"]
+        print(f"all ranks gone within {seconds:.1f} s, step {step} saved")
+    last = boost("train", str(config_file), f"train.steps={step + 2}")
+    assert last.returncode == 0, last.stderr
+    assert f"resuming from {run / 'checkpoints' / f'step-{step}'}" in last.stdout
+    assert [record["step"] for record in records(run)] == list(range(1, step + 3))
+
+
+def test_a_rank_whose_launcher_died_before_it_began(config_file: Path, tmp_path: Path) -> None:
+    result = boost("train", str(config_file), env={**os.environ, launch._CHILD: str(os.getppid()), "RANK": "0"})
+    assert result.returncode == -signal.SIGTERM
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_nodes(config_file: Path, tmp_path: Path, whole: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two torchrun agents, tensor-parallel across them; a rank dies on the way, and both start again."""
     run = tmp_path / "run"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("boost")
 
-# Set for ranks that `_launch_local` starts: it holds the lock and speaks for them on standard error.
+# The process id of `_launch_local`, for its ranks: it holds the lock and speaks for them on standard error.
 _CHILD = "BOOST_LOCAL_RANK"
 _TIMED_OUT = ("timed out", "Timed out", "timeout caused pair closure")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", *_TIMED_OUT)
@@ -54,6 +54,7 @@ def train(config: TrainConfig) -> None:
     Raises:
         BoostError: the run ended early; `exit_code` says how.
     """
+    _die_with_launcher()
     from boost.training.run_directory import RunDirectory
     from boost.training.signals import ended_by_signals
 
@@ -101,8 +102,6 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    if _CHILD in os.environ:
-        _die_with_parent()
     if rank == 0 and meshes.restarts_share_a_store():
         logger.warning("restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
     presence: Presence | None = None
@@ -226,11 +225,19 @@ def _record_failure(run: RunDirectory, rank: int, failure: BoostError, error: Ba
         print(f"warning: {run.path}: the end of the run could not be recorded: {problem}", file=sys.stderr)
 
 
-def _die_with_parent() -> None:
-    """Asks the kernel for a SIGTERM when the launcher dies, so that no rank outlives it (Linux only)."""
-    if sys.platform == "linux":
+def _die_with_launcher() -> None:
+    """Asks the kernel for a SIGTERM when the launcher dies, so that no rank outlives it (Linux only).
+
+    That is `_launch_local` or torchrun, which end their ranks unless they are killed; Slurm's daemons do in any case.
+    """
+    ours = _CHILD in os.environ
+    if sys.platform == "linux" and (ours or "TORCHELASTIC_RUN_ID" in os.environ):
+        launcher = int(os.environ[_CHILD]) if ours else os.getppid()
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        # It died before the kernel was asked. Ranks whose torchrun was gone before that do not find its store.
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _launch_local(config: TrainConfig, run: RunDirectory) -> None:
@@ -264,7 +271,7 @@ def _run_ranks(world: int, arguments: list[str]) -> dict[int, int]:
     # torch's launcher passes a signal on and then waits this long for the ranks to save.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[_CHILD] = "1"
+    os.environ[_CHILD] = str(os.getpid())
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
