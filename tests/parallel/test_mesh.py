@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from boost.errors import UserError
+from boost.errors import EnvironmentFailure, PeerFailure, UserError
 from boost.parallel.collectives import same_on_all_ranks
 from boost.parallel.mesh import Mesh, build, check_same, restarts_share_a_store, shorten_timeouts, start
 from tests.distributed.harness import run_ranks
@@ -129,6 +130,29 @@ def _others_are_patient(mesh: Mesh) -> float:
 
 def test_saving_and_the_first_step_may_take_longer() -> None:
     assert min(run_ranks(2, _others_are_patient, layout=(2, 1, 1))) > 2.5
+
+
+def _start(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    start(1, 1, 2, torch.device("cpu"), timeout_seconds=0.2)
+
+
+def test_a_port_that_takes_connections_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits there for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port, began = other.getsockname()[1], time.monotonic()
+        with pytest.raises(PeerFailure, match=f"^MASTER_ADDR.* did not meet at 127.0.0.1:{port} within 1.2 s"):
+            _start(monkeypatch, 1, port)
+        assert 1 < time.monotonic() - began < 10
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(EnvironmentFailure, match=f"^MASTER_PORT: port {port} is in use") as caught:
+            _start(monkeypatch, 0, port)
+        assert not isinstance(caught.value, PeerFailure)
 
 
 def _compare(mesh: Mesh) -> list[str]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from boost.errors import UserError
+from boost.errors import EnvironmentFailure, PeerFailure, UserError
 
 # Starting, the first step (compilation, first connections) and saving (disks) may take so many times as long as the
 # configured timeout; a collective of any later step may not.
@@ -100,6 +102,7 @@ def start(
 
     Raises:
         UserError: the number of processes is not pp * dp * tp, or a setting is not the same on all of them.
+        EnvironmentFailure: rank 0 cannot listen where the ranks are to meet, or nobody answers there.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != pp * dp * tp:
@@ -120,17 +123,55 @@ def start(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=PATIENCE * timeout_seconds)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        # gloo stays beside NCCL for the small host-side agreements of each step.
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"attempt-{_attempt()}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    check_same({"pp, dp, tp": (pp, dp, tp, shards)} | dict(settings or {}))
-    return build(pp, dp, tp, device, timeout_seconds, shards, patience=PATIENCE)
+
+    def meet() -> Mesh:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            # gloo stays beside NCCL for the small host-side agreements of each step.
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore(f"attempt-{_attempt()}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+        check_same({"pp, dp, tp": (pp, dp, tp, shards)} | dict(settings or {}))
+        return build(pp, dp, tp, device, timeout_seconds, shards, patience=PATIENCE)
+
+    # torch's own timeouts come first, but it has none where something takes a connection and never answers.
+    return _within((PATIENCE + 1) * timeout_seconds, meet)
+
+
+def _within(seconds: float, meet: Callable[[], Mesh]) -> Mesh:
+    """What `meet` returns or raises, or a failure after so many seconds; its thread stays behind then."""
+    meeting: Future[Mesh] = Future()
+
+    def work() -> None:
+        try:
+            meeting.set_result(meet())
+        except BaseException as error:
+            meeting.set_exception(error)
+
+    threading.Thread(target=work, name="meeting", daemon=True).start()
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        return meeting.result(seconds)
+    except TimeoutError:
+        raise PeerFailure(
+            "MASTER_ADDR, MASTER_PORT",
+            f"timed out: the ranks did not meet at {place} within {seconds:g} s",
+            hint="another program may listen there and never answer: then choose another port",
+        ) from None
+    except dist.DistNetworkError as error:
+        if "failed to listen" not in str(error):
+            raise
+        why = "is in use" if "EADDRINUSE" in str(error) else "cannot be listened on"
+        raise EnvironmentFailure(
+            "MASTER_PORT",
+            f"port {os.environ['MASTER_PORT']} {why} on this machine",
+            hint="choose another for all ranks",
+        ) from error
 
 
 def check_same(settings: Mapping[str, object]) -> None:
