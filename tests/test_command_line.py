@@ -158,7 +158,7 @@ def test_numerics_end_with_4(config_file: Path, tmp_path: Path) -> None:
 
 
 def test_one_run_at_a_time(config_file: Path, tmp_path: Path, start: Any) -> None:
-    first = start("train", str(config_file))
+    first = start("train", str(config_file), "train.steps=5000")
     wait_for_step(tmp_path / "run", 1, first)
     for tp in (1, 2):
         second = boost("train", str(config_file), f"parallel.tp={tp}")

@@ -251,7 +251,9 @@ def test_a_token_bucket_where_links_are_not_possible(
     for row in result["rows"]:
         bytes_per_token = row["forward_bytes"] + row["backward_bytes"]
         least = bytes_per_token * TOKENS * 2 * (TP - 1) / TP / rate
-        assert row["step_seconds"] > row["comm_wait_seconds"] > least > 0.01
+        assert row["step_seconds"] > max(row["comm_wait_seconds"], least) > 0.01
+        # Halves that take turns compute while bytes are on their way.
+        assert row["comm_wait_seconds"] > (0 if "split batch" in row["name"] else least)
 
 
 needs_root = pytest.mark.skipif(
