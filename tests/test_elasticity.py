@@ -207,6 +207,20 @@ def test_a_rank_that_misses_one_which_a_signal_ended(tmp_path: Path) -> None:
     assert status(run.path)["cause"] == "run: interrupted before it began"
 
 
+@pytest.mark.parametrize(
+    ("codes", "line"),
+    [
+        ({0: -15, 1: -9, 2: -6}, "rank 1: killed by SIGKILL"),
+        ({0: -15, 1: -15, 3: -6}, "rank 3: killed by SIGABRT"),
+        ({2: -15, 3: -15}, "rank 2: killed by SIGTERM"),
+    ],
+)
+def test_of_several_signals_the_cause_is_told(tmp_path: Path, codes: dict[int, int], line: str) -> None:
+    """NCCL aborts ranks that have waited in vain, the launcher ends the survivors."""
+    with pytest.raises(launch.RunFailed, match=f"^{line};"):
+        launch._raise_for(RunDirectory(tmp_path / "run"), codes)
+
+
 def one_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world: int, port: int) -> None:
     """Makes the next process a rank that some launcher has started."""
     for name, value in {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
@@ -250,7 +264,7 @@ PATIENT = """
 import sys
 from boost.cli import main
 from boost.training import loop
-loop.shorten_timeouts = lambda *_: None
+loop.shorten_timeouts = lambda *_, **__: None
 main()
 """
 
@@ -281,7 +295,7 @@ def test_a_stuck_rank_is_named_where_the_backend_does_not_tell(
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.wait()
 
 
 def test_ranks_of_other_configurations(config_file: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,9 @@ _LOST = "lost contact with another rank"
 _DIED = "was killed or crashed"
 _ABSENT = "did not start, or ended before all ranks had met"
 _leaving = threading.Lock()
+# Signals by which ranks die because of another, those that say the least about the cause last: NCCL aborts ranks that
+# have waited in vain, and the launcher ends the survivors.
+_OF_OTHERS: dict[int, int] = {signal.SIGABRT: 1, signal.SIGTERM: 2}
 
 
 class RunFailed(BoostError):
@@ -87,6 +90,7 @@ def _use_slurm_ranks() -> None:
 def _train_here(config: TrainConfig, run: RunDirectory) -> None:
     """Runs this process's rank to its end, and records that end."""
     from boost.parallel import mesh as meshes
+    from boost.parallel.collectives import any_rank
     from boost.training.console import console_handler
     from boost.training.loop import train as run_loop
     from boost.training.presence import Presence
@@ -121,8 +125,12 @@ def _train_here(config: TrainConfig, run: RunDirectory) -> None:
         )
         met = True
         with ExitStack() as stack:
-            stop, watch = stack.enter_context(StopRequest()), None
+            stop, watch = stack.enter_context(StopRequest(deaf_after_failure=presence is not None)), None
             if presence is not None:
+                # All are alive: whoever seems dead has a lock that does not show here.
+                presence.locks_tell = not any_rank(bool(presence.ended()), mesh.world)
+                if not presence.locks_tell and rank == 0:
+                    logger.warning("%s: locks do not show on all machines; dead ranks cannot be named", run.path)
                 leave = partial(_leave, config, run, presence, True)
                 watch = stack.enter_context(Watch(stop, presence, config.parallel.timeout_seconds, leave))
             run_loop(config, mesh, run, stop, watch)
@@ -151,19 +159,24 @@ def _leave(config: TrainConfig, run: RunDirectory, presence: Presence, met: bool
     """Records the failure of one of several ranks, says it and ends the process. The first thread to come here does."""
     with _leaving:
         failure = _as_failure(error)
-        if isinstance(failure, PeerFailure):
-            died = _DIED if met else _ABSENT
-            failure = _name_the_lost(presence, failure, died, config.parallel.timeout_seconds / 5)
-        # A rank that has met nobody may be one of a second run, of which rank 0 was refused: the directory is not its.
-        if met or presence.rank == 0 or _CHILD in os.environ or not isinstance(failure, PeerFailure):
-            _record_failure(run, presence.rank, failure, error)
-        presence.report()
-        # Peers may wait in a collective: leaving at once is what tells them, and no teardown can hang.
-        if _CHILD not in os.environ:
-            print(f"error: {failure}", file=sys.stderr, flush=True)
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(failure.exit_code)
+        try:
+            if isinstance(failure, PeerFailure):
+                died = _DIED if met else _ABSENT
+                failure = _name_the_lost(presence, failure, died, config.parallel.timeout_seconds / 5)
+            # A rank that has met nobody may be one of a second run, of which rank 0 was refused: the directory is not
+            # its.
+            if met or presence.rank == 0 or _CHILD in os.environ or not isinstance(failure, PeerFailure):
+                _record_failure(run, presence.rank, failure, error)
+            presence.report()
+            if _CHILD not in os.environ:
+                print(f"error: {failure}", file=sys.stderr, flush=True)
+            logging.shutdown()
+            sys.stdout.flush()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            # Peers may wait in a collective: leaving at once is what tells them, and no teardown can hang.
+            os._exit(failure.exit_code)
 
 
 def _common_settings(config: TrainConfig) -> dict[str, object]:
@@ -306,9 +319,8 @@ def _raise_for(run: RunDirectory, ended: dict[int, int]) -> None:
     # rank gave its own account and exited with its code, signals to others say nothing of the cause.
     if status is None or not (told and (not ended or status["exit_code"] in ended.values())):
         killed = {rank: -code for rank, code in ended.items() if code < 0}
-        # NCCL aborts the ranks that have waited in vain for another.
-        of_others = (signal.SIGTERM, signal.SIGABRT)
-        first = {rank: number for rank, number in killed.items() if number not in of_others} or killed
+        least = min((_OF_OTHERS.get(number, 0) for number in killed.values()), default=0)
+        first = {rank: number for rank, number in killed.items() if _OF_OTHERS.get(number, 0) == least}
         if first:
             rank, number = min(first.items())
             name = signal.Signals(number).name

@@ -117,6 +117,7 @@ CHANGES = {
     "dtype list": lambda b: tensor(b).update(dtype=["F32"]),
     "unlisted file": lambda b: tensor(b)["slices"][0].update(file="../x.safetensors"),
     "key": lambda b: tensor(b)["slices"][0].update(key=7),
+    "key of control characters": lambda b: tensor(b)["slices"][0].update(key="\0"),
     "twice": lambda b: b["tensors"].append(tensor(b)),
     "extra field": lambda b: tensor(b).update(code="print()"),
     "missing field": lambda b: tensor(b).pop("sha256"),

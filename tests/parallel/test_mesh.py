@@ -142,7 +142,7 @@ def test_a_port_that_takes_connections_and_never_answers(monkeypatch: pytest.Mon
     """torch waits there for ever."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port, began = other.getsockname()[1], time.monotonic()
-        with pytest.raises(PeerFailure, match=f"^MASTER_ADDR.* did not meet at 127.0.0.1:{port} within 1.2 s"):
+        with pytest.raises(PeerFailure, match=f"^MASTER_ADDR.* did not meet at 127.0.0.1:{port} within 2 s"):
             _start(monkeypatch, 1, port)
         assert 1 < time.monotonic() - began < 10
 

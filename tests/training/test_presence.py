@@ -80,6 +80,30 @@ def test_a_failure_of_the_attempt_before_is_none_of_this_one(tmp_path: Path) -> 
     assert mine.silent(patience=0) == [1, 2]
 
 
+def test_some_of_the_dead_are_seen_by_every_rank(tmp_path: Path) -> None:
+    """Each rank looks at few: a dead one is seen by some, and when those leave, by all."""
+    world = 11
+    ranks = [Presence(tmp_path / "ranks", rank, world) for rank in range(world)]
+    assert [presence.ended() for presence in ranks] == [[]] * world
+    ranks[7]._file.close()  # as when its process ends
+    left, rounds = {7}, 0
+    while len(left) < world:
+        seen = {rank for rank in range(world) if rank not in left and ranks[rank].ended()}
+        for rank in seen:
+            ranks[rank].report()
+            ranks[rank]._file.close()
+        left, rounds = left | seen, rounds + 1
+        assert seen and rounds <= 4
+
+
+def test_locks_that_do_not_show_say_nothing(tmp_path: Path) -> None:
+    mine = Presence(tmp_path / "ranks", 0, 2)
+    assert mine.ended() == mine.gone(patience=0) == [1]
+    mine.locks_tell = False
+    assert mine.ended() == mine.gone(patience=0) == []
+    assert mine.silent(patience=0) == [1]
+
+
 def test_it_waits_for_the_others_to_speak(tmp_path: Path, others: list[subprocess.Popen[str]]) -> None:
     mine = Presence(tmp_path / "ranks", 0, 4)
     began = time.monotonic()

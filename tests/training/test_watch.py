@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from boost import launch
+from boost.config import TrainConfig
+from boost.errors import NumericsError
 from boost.training.presence import Presence
+from boost.training.run_directory import RunDirectory
 
 # One wait of half a second, then one that never ends: torch has let go of the interpreter in both.
 RANK = """
@@ -101,3 +105,22 @@ def test_time_for_which_all_were_suspended_is_no_wait(tmp_path: Path, start: Any
     assert process.poll() is None
     process.communicate(timeout=20)
     assert process.returncode == 3
+
+
+def test_a_rank_leaves_with_its_code_whatever_fails_on_the_way(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has to say cannot be said: the disk is full, nobody reads. It must not stay for that."""
+
+    def broken(*_: object) -> None:
+        raise BrokenPipeError
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(launch, "_record_failure", broken)
+    monkeypatch.setattr(launch.os, "_exit", end)
+    config, run = TrainConfig.load(config_file), RunDirectory(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        launch._leave(config, run, Presence(tmp_path / "ranks", 0, 2), True, NumericsError("step 1", "loss is nan"))
+    assert ended.value.code == 4

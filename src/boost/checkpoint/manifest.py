@@ -266,7 +266,7 @@ def _check_version(document: object, path: Path) -> None:
     if not isinstance(document, dict) or "format_version" not in document:
         raise UserError(str(path), "not the manifest of a checkpoint: it has no format_version")
     version = document["format_version"]
-    if version is True or version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise UserError(
             str(path),
             "unknown format_version",
@@ -359,6 +359,8 @@ def packed(listed: object, label: str = "a tensor") -> Pieces:
     files, keys, offsets, shapes = columns or ((), (), (), ())
     if not set(map(type, chain(files, keys))) <= {str}:
         raise ValueError(f"{label}: file and key of a slice must be text")
+    if not all(map(str.isprintable, keys)):
+        raise ValueError(f"{label}: the key of a slice must be printable")
     if not set(map(type, chain(offsets, shapes))) <= {list}:
         raise ValueError(f"{label}: offsets and shape of a slice must be lists")
     dims = len(shapes[0]) if shapes else 0

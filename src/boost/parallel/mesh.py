@@ -140,7 +140,7 @@ def start(
         return build(pp, dp, tp, device, timeout_seconds, shards, patience=PATIENCE)
 
     # torch's own timeouts come first, but it has none where something takes a connection and never answers.
-    return _within((PATIENCE + 1) * timeout_seconds, meet)
+    return _within(2 * PATIENCE * timeout_seconds, meet)
 
 
 def _within(seconds: float, meet: Callable[[], Mesh]) -> Mesh:
@@ -252,14 +252,17 @@ def build(
     return replace(mesh, replicas=along(1, divided), shards=along(2, divided))
 
 
-def shorten_timeouts(mesh: Mesh, timeout_seconds: float) -> None:
+def shorten_timeouts(mesh: Mesh, timeout_seconds: float, longest_wait: float = 0.0) -> None:
     """From here on a collective on any group of the mesh but `saving` fails after so many seconds.
 
-    So does a send or a receive on `prompt`. With GPUs nothing changes: NCCL's timeout aborts the process without a
-    word, and `boost.training.watch` comes first as long as that stays patient.
+    So does a send or a receive on `prompt`. With GPUs they stay patient: NCCL's timeout aborts the process without a
+    word, and `boost.training.watch` is to come first.
+
+    Args:
+        longest_wait: seconds for which the ranks have waited for each other so far, as that watch counts them.
     """
     if mesh.device.type == "cuda":
-        return
+        timeout_seconds = PATIENCE * max(timeout_seconds, longest_wait)
     for item in fields(mesh):
         group = getattr(mesh, item.name)
         if item.name != "saving" and isinstance(group, Group) and group.process_group is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -76,6 +77,9 @@ def train(
     if resumed and source is not None and source.step >= config.train.steps:
         what = "nothing to do: step %d of %d; raise train.steps or choose another run.dir"
         logger.info(what, source.step, config.train.steps)
+        if watch is not None:
+            watch.finish()
+        barrier(mesh.saving)
         return
     model = build_model(config, mesh, source)
     optimizer = build_optimizer(model, config, mesh)
@@ -155,7 +159,7 @@ def train(
                     torch.cuda.synchronize(mesh.device)
             seconds = time.perf_counter() - began
             if step == start + 1:
-                shorten_timeouts(mesh, config.parallel.timeout_seconds)
+                shorten_timeouts(mesh, config.parallel.timeout_seconds, longest_wait=seconds)
                 if watch is not None:
                     watch.limit()
                 if isinstance(model, PipelinedDecoder):
@@ -261,17 +265,17 @@ def check_shared(run: RunDirectory, world: Group, patience: float = 5.0) -> None
     if world.size == 1:
         return
     path = run.path / f".shared.{first_text(uuid4().hex if world.rank == 0 else '', world)}"
-    try:
+    with suppress(OSError):
         if world.rank == 0:
             path.touch()
-        barrier(world)
-        deadline = time.monotonic() + patience
-        while not (seen := path.exists()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        problem = first_text("" if seen else f"rank {world.rank} does not see what rank 0 writes in {run.path}", world)
-    finally:
+    barrier(world)
+    deadline = time.monotonic() + patience
+    while not (seen := os.path.exists(path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    problem = first_text("" if seen else f"rank {world.rank} does not see what rank 0 writes in {run.path}", world)
+    with suppress(OSError):
         if world.rank == 0:
-            path.unlink(missing_ok=True)
+            path.unlink()
     if problem:
         raise UserError("run.dir", problem, hint="give a directory that all machines share")
 

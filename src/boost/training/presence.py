@@ -29,6 +29,9 @@ class Presence:
     Args:
         directory: on a file system that all ranks share; created where it does not exist.
 
+    Attributes:
+        locks_tell: whether a living rank's lock is seen on other machines; where not, nobody is taken for dead.
+
     Raises:
         EnvironmentFailure: another process has this rank's place and keeps it.
     """
@@ -36,6 +39,7 @@ class Presence:
     def __init__(self, directory: Path, rank: int, world: int) -> None:
         self.directory, self.rank, self.world = directory, rank, world
         directory.mkdir(exist_ok=True)
+        self.locks_tell = True
         self._file = self._locked(directory / str(rank))
         self._file.truncate(0)
         os.utime(self._file.fileno())
@@ -71,6 +75,7 @@ class Presence:
         """Says that this rank has noticed a failure."""
         try:
             os.pwrite(self._file.fileno(), _NOTICED.encode(), 0)
+            os.fsync(self._file.fileno())  # over a network the others would see it when the process ends
         except OSError as error:  # a full disk, say: then the others can only tell that this rank has ended
             logger.warning("%s: cannot be written: %s", self._file.name, error.strerror)
 
@@ -87,8 +92,12 @@ class Presence:
         return gone
 
     def ended(self) -> list[int]:
-        """Ranks whose process has ended, with a word or without."""
-        return [rank for rank in range(self.world) if rank != self.rank and self._dead(rank)]
+        """Some of the ranks whose process has ended, with a word or without.
+
+        Each looks at the ranks 1, 2, 4, ... after it. If they leave when they see one that has, all others soon will.
+        """
+        neighbours = {(self.rank + (1 << power)) % self.world for power in range((self.world - 1).bit_length())}
+        return [rank for rank in sorted(neighbours - {self.rank}) if self._dead(rank)]
 
     def silent(self, patience: float) -> list[int]:
         """Ranks that have not noticed the failure after so many seconds, when a rank that only waits would have."""
@@ -109,6 +118,8 @@ class Presence:
             return False
 
     def _dead(self, rank: int) -> bool:
+        if not self.locks_tell:
+            return False
         try:
             with open(self.directory / str(rank)) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

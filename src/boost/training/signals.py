@@ -24,14 +24,18 @@ def ended_by_signals() -> Iterator[None]:
 class StopRequest:
     """Inside the `with` block, a signal only sets `requested`; the loop asks every step.
 
+    Args:
+        deaf_after_failure: SIGTERM is ignored once an exception has left the block: there is something left to say.
+
     A second Ctrl-C, at least three seconds after the first, interrupts at once (launchers forward the first one, so
     it may arrive twice).
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, *, deaf_after_failure: bool = False) -> None:
         self.requested = False
+        self._deaf_after_failure = deaf_after_failure
         self._since = 0.0
         self._arrived = False
 
@@ -46,17 +50,20 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._deaf_after_failure:
+            self._previous[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_writer)
         os.close(self._reader)
         os.close(self._writer)
+        self._reader = -1
 
     def arrived(self) -> bool:
         """Inside the `with` block, for another thread: whether a signal has come, be its handler still to run."""
         try:
             numbers = os.read(self._reader, 256)
-        except BlockingIOError:
+        except OSError:  # none has come, or the block is over
             numbers = b""
         self._arrived = self._arrived or any(number in self.SIGNALS for number in numbers)
         return self._arrived

@@ -85,12 +85,12 @@ class Watch:
             self._longest, self._since = max(self._longest, now - self._since), now
 
     def _run(self) -> None:
-        waited, seen = 0.0, None
+        waited, seen, before = 0.0, None, time.monotonic()
         while not self._over.wait(_TICK):
-            since = self._since
+            since, now = self._since, time.monotonic()
             # Counted here, so that the time for which all processes were suspended is no wait.
-            waited = waited + _TICK if since is not None and since == seen else 0.0
-            seen = since
+            waited = waited + min(now - before, 2 * _TICK) if since is not None and since == seen else 0.0
+            seen, before = since, now
             late = waited - 2 * self._longest if self._limited else 0.0
             if (late > 2 * _TICK or self._stop.arrived()) and self._presence.ended():
                 self._leave(self._failure("another rank has ended"))
