@@ -199,3 +199,11 @@ def test_no_directory_to_save_in(tmp_path):
         put(tmp_path / "file", 1)
     with pytest.raises(UserError, match="file"):
         put(tmp_path / "file" / "checkpoints", 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "plan.json", "part-00000.json", "written-00000.json", "hash-00000.json"]
+)
+def test_names_of_the_checkpoints_own_files_are_refused(root, name):
+    with pytest.raises(ValueError, match="one of the checkpoint's own files"):
+        save(root, 1, [], {}, files={name: b""})

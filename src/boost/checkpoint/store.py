@@ -137,7 +137,8 @@ def save(
         _sweep(root)  # before all else: what a killed run left must not pass for this save's work
         extra.update({check_file_name(name): data for name, data in (files or {}).items()})
         for name in extra:
-            if name in (STATE, MANIFEST, _PLAN, _SHARES, _WRITTEN, _FOUND) or re.match(r"(tensors|part|hash)-", name):
+            own = name in (STATE, MANIFEST, _PLAN, _SHARES, _WRITTEN, _FOUND)
+            if own or re.match(r"(tensors|part|written|hash)-", name):
                 raise ValueError(f"{name!r} is the name of one of the checkpoint's own files")
         extra[STATE] = _encode_state(state)
         existing = _make_room(final)
